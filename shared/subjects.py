@@ -1,0 +1,108 @@
+"""Every subject, stream and bucket name of a run. The only file in which one is spelled.
+
+A run's names all start with the run's own name, so that two runs on one broker never meet.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+STREAMS = (
+    "prompts",
+    "rewards",
+    "trajectories",
+    "advantages",
+    "receipts",
+    "weights",
+    "metrics",
+    "events",
+    "dead",
+    "blobs",
+)
+
+
+def check_run_name(run: str) -> str:
+    """Return `run`, or raise ValueError: a name becomes a subject token and a stream name, so dots and spaces are out."""
+    if not RUN_NAME.fullmatch(run):
+        raise ValueError(f"run name {run!r}: use letters, digits, '_' and '-', at most 64, starting with a letter or digit")
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The names of one run. `Subjects("demo").prompts` is `"demo.prompts"`."""
+
+    run: str
+
+    def __post_init__(self) -> None:
+        check_run_name(self.run)
+
+    @property
+    def prompts(self) -> str:
+        return f"{self.run}.prompts"
+
+    @property
+    def reward_requests(self) -> str:
+        return f"{self.run}.rewards.requests"
+
+    @property
+    def trajectories(self) -> str:
+        return f"{self.run}.trajectories"
+
+    @property
+    def advantages(self) -> str:
+        return f"{self.run}.advantages"
+
+    @property
+    def receipts(self) -> str:
+        return f"{self.run}.receipts"
+
+    @property
+    def announced(self) -> str:
+        return f"{self.run}.weights.announced"
+
+    @property
+    def received(self) -> str:
+        return f"{self.run}.weights.received"
+
+    def metrics(self, service: str, replica: str) -> str:
+        return f"{self.run}.metrics.{service}.{replica}"
+
+    def events(self, service: str) -> str:
+        return f"{self.run}.events.{service}"
+
+    def dead(self, stage: str) -> str:
+        return f"{self.run}.dead.{stage}"
+
+    def blob(self, sha256: str, part: int) -> str:
+        return f"{self.run}.blobs.{sha256}.{part}"
+
+    def wildcard(self, stream: str) -> str:
+        """The subject filter that covers everything in `stream`, one of STREAMS."""
+        if stream not in STREAMS:
+            raise ValueError(f"unknown stream {stream!r}: one of {', '.join(STREAMS)}")
+        one_subject = {
+            "prompts": self.prompts,
+            "rewards": self.reward_requests,
+            "trajectories": self.trajectories,
+            "advantages": self.advantages,
+            "receipts": self.receipts,
+        }
+        return one_subject.get(stream, f"{self.run}.{stream}.>")
+
+    def stream(self, name: str) -> str:
+        """JetStream's name of the stream `name`, one of STREAMS."""
+        if name not in STREAMS:
+            raise ValueError(f"unknown stream {name!r}: one of {', '.join(STREAMS)}")
+        return f"{self.run}_{name}"
+
+    @property
+    def config_bucket(self) -> str:
+        return f"{self.run}_config"
+
+    @property
+    def services_bucket(self) -> str:
+        return f"{self.run}_services"
