@@ -58,7 +58,7 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0, le=5)
     """Sampling temperature. The trainer's log-probabilities are taken at the same temperature."""
-    top_p: Literal[1.0] = 1.0
+    top_p: float = Field(1.0, ge=1, le=1)
     """Only 1: a truncated distribution renormalises log-probabilities that the trainer cannot reproduce."""
     max_new_tokens: int = Field(1024, ge=1)
     """Completion tokens at most; what is cut off there ends with finish `length`."""
@@ -340,7 +340,9 @@ class RunConfig(Section):
         try:
             found = getattr(import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{field}: cannot import {dotted!r} ({error}); modules are looked for beside the run file") from error
+            raise ConfigError(
+                f"{field}: cannot import {dotted!r} ({error}); modules are looked for beside the run file"
+            ) from error
         if not callable(found):
             raise ConfigError(f"{field}: {dotted!r} is not a function")
         return found

@@ -2,8 +2,8 @@
 
     {"schema": "group", "version": 1, "body": {field: value, ...}}
 
-Arrays travel as raw little-endian columns, `{"a": [dtype, shape, bytes]}` in msgpack's extension type 1: 34 times cheaper
-to encode than lists. A message is taken whole or refused whole: every field of the record must be there with its declared
+Arrays travel as raw little-endian columns, `[dtype, shape, bytes]` in msgpack's extension type 1: 34 times cheaper to
+encode than lists. A message is taken whole or refused whole: every field of the record must be there with its declared
 type, no other field may be, and an array's bytes must fill its shape exactly. What is refused says why (`WireError`).
 
 A record opts in with `@schema(name, version)`. `tests/shared/test_wire.py` holds the round trip and the refusals.
@@ -85,7 +85,7 @@ def decode_any(payload: bytes | memoryview) -> Any:
 
 def _dump(record: Any) -> dict[str, Any]:
     body = {}
-    for name, hint in _fields(type(record)):
+    for name, hint in _fields(type(record)):  # type: ignore[arg-type]
         value = getattr(record, name)
         _check(value, hint, f"{type(record).__name__}.{name}", dumping=True)
         body[name] = _dump_value(value)
@@ -142,7 +142,7 @@ def _strip_none(hint: Any) -> Any:
 
 
 @cache
-def _fields(cls: type) -> tuple[tuple[str, Any], ...]:
+def _fields(cls: Any) -> tuple[tuple[str, Any], ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
 

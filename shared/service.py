@@ -1,0 +1,221 @@
+"""The life of every service: connect, read the run's config, register, work, drain, leave with a telling exit code.
+
+    0  the run is finished, or the service was asked to stop and drained
+    1  it failed; the log and an event say why
+    2  the config or the command is wrong
+    3  the broker cannot be reached or is no JetStream broker
+    4  another replica holds the role that only one may have
+
+A service is `async def main(ctx: Context)`. Its event loop speaks to the broker and nothing else may block it: computing goes
+through `ctx.compute`, into one dedicated thread. `main` watches `ctx.stopping`, which SIGTERM, SIGINT and the end of the run
+set, and returns after finishing what it holds. The heartbeat is written by the worker's own loop (`ctx.beat`), so that a
+replica whose loop hangs falls silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from shared import config as run_config
+from shared.config import ConfigError, RunConfig
+from shared.jetstream import BrokerUnavailable, Connection, NotJetStream
+from shared.kv import KV
+from shared.metrics import Events, Metrics
+from shared.records import Heartbeat
+from shared.registry import AlreadyActive, Registry
+from shared.subjects import Subjects
+from shared.transfer_queue import TransferQueue
+
+log = logging.getLogger("slipstream")
+
+T = TypeVar("T")
+
+CONNECT_DEADLINE_S = 10.0
+CONFIG_DEADLINE_S = 60.0
+STATE_POLL_S = 1.0
+BEAT_EVERY_S = 2.0
+
+
+class ServiceFailed(RuntimeError):
+    """A fault that the service understands and that a person must mend. Exit code 1, no traceback."""
+
+
+class Context:
+    """What a service's main works with."""
+
+    def __init__(
+        self,
+        service: str,
+        replica: str,
+        config: RunConfig,
+        connection: Connection,
+        queue: TransferQueue,
+        kv: KV,
+        registry: Registry,
+    ) -> None:
+        self.service, self.replica, self.config = service, replica, config
+        self.run, self.subjects = config.run, Subjects(config.run)
+        self.connection, self.queue, self.kv, self.registry = connection, queue, kv, registry
+        self.metrics = Metrics(queue, self.subjects, service, replica)
+        self.events = Events(queue, self.subjects, service, replica)
+        self.stopping = asyncio.Event()
+        self.started = time.time()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{service}-compute")
+        self._progress, self._beaten, self._last_state = 0, 0.0, ""
+
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Run `function` in the one computing thread, so that the loop goes on acknowledging and beating."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def beat(
+        self, state: str, *, progress: int | None = None, version: int = -1, step: int = -1, **detail: Any
+    ) -> None:
+        """Tell the registry that the worker's loop came by here. Writes at most every two seconds, or when `state` changes."""
+        if progress is not None:
+            self._progress = progress
+        now = time.monotonic()
+        if now - self._beaten < BEAT_EVERY_S and state == self._last_state:
+            return
+        self._beaten, self._last_state = now, state
+        await self.registry.beat(
+            Heartbeat(
+                service=self.service,
+                replica=self.replica,
+                state=state,
+                progress=self._progress,
+                version=version,
+                step=step,
+                detail=detail,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                started=self.started,
+                at=time.time(),
+            )
+        )
+        self.metrics.emit(step=step if step >= 0 else None)
+
+    async def stop_or(self, awaitable: Awaitable[T], timeout_s: float | None = None) -> T | None:
+        """The awaitable's result, or None once the service is to stop or the time is up (the awaitable is cancelled then)."""
+        work = asyncio.ensure_future(awaitable)
+        stop = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({work, stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else None
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep, or return at once when the service is to stop."""
+        await self.stop_or(asyncio.sleep(seconds))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def run_service(
+    service: str, main: Callable[[Context], Awaitable[None]], *, nats_url: str, run: str, replica: str | None = None
+) -> int:
+    """Live as `service` of `run` until the run ends or the process is told to stop. Returns the exit code."""
+    logging.basicConfig(
+        level=os.environ.get("SLIPSTREAM_LOG", "INFO"),
+        format=f"%(asctime)s {service} %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    replica = replica or f"{service}-{uuid.uuid4().hex[:6]}"
+    try:
+        import uvloop
+
+        return uvloop.run(_live(service, main, nats_url, run, replica))
+    except ConfigError as error:
+        return _leave(2, str(error))
+    except (BrokerUnavailable, NotJetStream) as error:
+        return _leave(3, str(error))
+    except AlreadyActive as error:
+        return _leave(4, str(error))
+    except ServiceFailed as error:
+        return _leave(1, str(error))
+
+
+def _leave(code: int, why: str) -> int:
+    print(f"slipstream: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+async def _live(service: str, main: Callable[[Context], Awaitable[None]], url: str, run: str, replica: str) -> int:
+    subjects = Subjects(run)
+    connection = await Connection.open(url, name=f"{run}/{replica}", deadline_s=CONNECT_DEADLINE_S)
+    try:
+        kv = await KV.open(connection, subjects.config_bucket)
+        config = await _wait_for_config(kv, run)
+        queue = TransferQueue(connection, subjects)
+        await queue.ensure_streams(config)
+        registry = Registry(
+            await KV.open(connection, subjects.services_bucket, ttl=True), replica=replica, ttl_s=config.heartbeat_ttl_s
+        )
+        context = Context(service, replica, config, connection, queue, kv, registry)
+        return await _work(context, main)
+    finally:
+        await connection.close()
+
+
+async def _wait_for_config(kv: KV, run: str) -> RunConfig:
+    deadline = time.monotonic() + CONFIG_DEADLINE_S
+    told = False
+    while (entry := await kv.get("config")) is None:
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"no run named {run!r} on this broker after {CONFIG_DEADLINE_S:.0f} s; start it with `slipstream up`"
+            )
+        if not told:
+            log.info("waiting for the config of run %r", run)
+            told = True
+        await asyncio.sleep(0.2)
+    return run_config.loads(entry[0])
+
+
+async def _work(context: Context, main: Callable[[Context], Awaitable[None]]) -> int:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, context.stopping.set)
+    watcher = asyncio.create_task(_watch_state(context))
+    try:
+        await context.beat("starting")
+        await main(context)
+        context.metrics.emit()
+        await context.registry.leave()
+        return 0
+    except (AlreadyActive, ConfigError):
+        raise
+    except Exception as error:
+        await asyncio.wait_for(context.events.publish("failed", f"{type(error).__name__}: {error}"), CONNECT_DEADLINE_S)
+        raise
+    finally:
+        watcher.cancel()
+        context.close()
+
+
+async def _watch_state(context: Context) -> None:
+    """Set `stopping` when the run has ended."""
+    while True:
+        await asyncio.sleep(STATE_POLL_S)
+        try:
+            entry = await context.kv.get("state")
+        except (TimeoutError, BrokerUnavailable) as error:
+            log.warning("the broker does not answer (%s); waiting for it", error)
+            continue
+        if entry is not None and entry[0] != b"running":
+            log.info("the run is over: %s", entry[0].decode())
+            context.stopping.set()
+            return
