@@ -1,0 +1,45 @@
+# make install   an environment in .venv for a machine without a GPU
+# make demo      watch a tiny model learn, through the whole system
+# make test      all tests, real processes and a real broker
+# make check     style, types, links
+# make bench     each benchmark prints a ratio against a named baseline
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
+export OMP_NUM_THREADS ?= 1
+SEED ?= 0
+
+.PHONY: install demo test check bench clean
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --editable '.[cpu]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: install
+	rm -rf runs/sort-letters
+	$(BIN)/slipstream up examples/sort_letters/run.yaml --set seed=$(SEED) --report report.json
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python docs/check_links.py
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.transfer_queue
+	$(BIN)/python -m benchmarks.light_engine
+	$(BIN)/python -m benchmarks.async_vs_sync
+
+clean:
+	rm -rf $(VENV) runs report.json

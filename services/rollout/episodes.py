@@ -1,0 +1,103 @@
+"""From a prompt group to the engine's request, and from the engine's answers to the group's samples. Pure.
+
+Token in, token out: what the engine returned is copied, never re-tokenised, and every token keeps the version that drew it.
+An answer that does not add up (lengths, spans, ids) is refused as a whole: `EpisodeError`, which costs the group a delivery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shared.records import Group, Samples, Sampling, floats, ints
+from shared.tokenizer import Tokenizer
+
+
+class EpisodeError(RuntimeError):
+    """The engine's answer cannot be used. The text says what was wrong with it."""
+
+
+class Aborted(EpisodeError):
+    """The engine gave up in the middle of a sample: nothing is wrong with the group, it is to be sampled again."""
+
+
+def sampling_seed(run_seed: int, group_id: str) -> int:
+    """A seed of the group's own, the same on every replica and at every delivery."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{group_id}".encode()).digest()[:4], "little") >> 1
+
+
+def generate_request(group: Group, prompt_ids: list[int], eos_id: int, delivery: str) -> dict[str, Any]:
+    """Body of SGLang's POST /generate for the whole group: one request, n samples."""
+    sampling: Sampling = group.sampling
+    parameters: dict[str, Any] = {
+        "n": sampling.n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop_token_ids": [eos_id],
+    }
+    if sampling.stop:
+        parameters["stop"] = sampling.stop
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    return {
+        "rid": f"{group.id}/{delivery}",
+        "input_ids": prompt_ids,
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": False,
+    }
+
+
+def collect(answers: list[dict[str, Any]], expected: int, tokenizer: Tokenizer, step_of: Callable[[int], int]) -> Samples:
+    """The samples in the engine's answers. `step_of` gives the step of a version; KeyError from it refuses the answer."""
+    if len(answers) != expected:
+        raise EpisodeError(f"asked for {expected} samples, the engine answered {len(answers)}")
+    ids: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    finish: list[str] = []
+    spans: list[tuple[int, int, int, int, int]] = []
+    for number, answer in enumerate(answers):
+        meta = answer["meta_info"]
+        kind = meta["finish_reason"]["type"]
+        if kind == "abort":
+            raise Aborted(f"sample {number}: {meta['finish_reason'].get('message', 'aborted')}")
+        tokens = [int(entry[1]) for entry in meta["output_token_logprobs"]]
+        if tokens != list(answer["output_ids"]):
+            raise EpisodeError(f"sample {number}: output_ids and output_token_logprobs name different tokens")
+        ids.append(tokens)
+        logprobs.append([float("nan") if entry[0] is None else float(entry[0]) for entry in meta["output_token_logprobs"]])
+        finish.append(kind)
+        for span in meta["weight_versions"]:
+            version = int(span["version"])
+            spans.append((number, int(span["start"]), int(span["end"]), version, _step(step_of, version)))
+    columns = np.asarray(spans, dtype="<i4").reshape(-1, 5)
+    total = sum(len(tokens) for tokens in ids)
+    try:
+        return Samples(
+            lengths=ints([len(tokens) for tokens in ids]),
+            ids=ints([token for tokens in ids for token in tokens]),
+            logprobs=floats([value for values in logprobs for value in values]),
+            mask=np.ones(total, dtype="|u1"),
+            finish=finish,
+            texts=[tokenizer.decode(tokens) for tokens in ids],
+            span_sample=columns[:, 0].copy(),
+            span_start=columns[:, 1].copy(),
+            span_end=columns[:, 2].copy(),
+            span_version=columns[:, 3].copy(),
+            span_step=columns[:, 4].copy(),
+        )
+    except ValueError as error:
+        raise EpisodeError(f"the engine's answer does not add up: {error}") from error
+
+
+def _step(step_of: Callable[[int], int], version: int) -> int:
+    try:
+        return step_of(version)
+    except KeyError as error:
+        raise EpisodeError(f"the engine sampled under version {version}, which this replica never verified") from error
