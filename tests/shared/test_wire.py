@@ -1,5 +1,7 @@
 """The wire format: what goes in comes out; what is malformed is refused whole, with its reason."""
 
+import itertools
+
 import msgpack
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ def groups(draw):
     for sample, length in enumerate(lengths):
         cuts = sorted(draw(st.sets(st.integers(1, max(length - 1, 1)), max_size=2)) & set(range(1, length)))
         edges = [0, *cuts, length] if length else []
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             spans.append((sample, start, end, draw(st.integers(1, 9)), draw(st.integers(0, 9))))
     columns = np.asarray(spans, dtype="<i4").reshape(-1, 5)
     samples = Samples(
