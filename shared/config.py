@@ -2,8 +2,8 @@
 
 Unknown keys, wrong types and impossible combinations are refused with the field's path and a hint (`ConfigError`).
 Each field is followed by its explanation. Native options of Megatron, SGLang and NATS pass through under their own names in
-`trainer.megatron`, `rollout.sglang` and `broker.options`. Relative paths are relative to the run file. `docs/run-file.md` is
-the reader's page.
+`trainer.megatron`, `rollout.sglang` and `broker.options`. Relative paths are relative to the run file, but for `workdir`, which
+is made where the command is typed. `docs/run-file.md` is the reader's page.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class RunConfig(Section):
     deterministic: bool = False
     """Seeded sampling that does not depend on the batch around it, and results in the order of issue."""
     workdir: str = "runs/{run}"
-    """Checkpoints, snapshots, logs and the private broker's store."""
+    """Checkpoints, snapshots, logs and the private broker's store. Relative to where the command is typed."""
     model: ModelConfig
     """The policy."""
     prompts: DataConfig
@@ -324,11 +324,11 @@ class RunConfig(Section):
 
     def path(self, value: str) -> Path:
         """A path of the run file, made absolute."""
-        return (Path(self.base) / value.format(run=self.run)).resolve()
+        return (Path(self.base) / value).resolve()
 
     @property
     def work_path(self) -> Path:
-        return self.path(self.workdir)
+        return Path(self.workdir)
 
     def function(self, dotted: str, field: str) -> Callable[..., Any]:
         """A user's function by dotted path; ConfigError names `field` if it cannot be had."""
@@ -365,7 +365,9 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     for override in overrides or []:
         _override(data, override)
     data.setdefault("base", str(path.resolve().parent))
-    return parse(data, str(path))
+    config = parse(data, str(path))
+    config.workdir = str(Path(config.workdir.format(run=config.run)).resolve())
+    return config
 
 
 def loads(dumped: bytes) -> RunConfig:

@@ -23,7 +23,8 @@ def write(tmp_path, changes=None, text=None):
     return path
 
 
-def test_a_minimal_run_file_loads_and_survives_the_round_trip(tmp_path):
+def test_a_minimal_run_file_loads_and_survives_the_round_trip(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     loaded = config.load(write(tmp_path))
     assert config.loads(loaded.dump()) == loaded
     assert loaded.path("model") == tmp_path / "model"
