@@ -13,9 +13,10 @@ PAGE = Path(__file__).with_name("run-file.md")
 INTRODUCTION = """\
 # The run file
 
-One YAML file describes a run. `slipstream validate RUN.yaml` checks all of it without a GPU; an unknown key or a wrong type is
-refused with the field's path and a hint. `--set a.b=value` on the command line overrides a field. Relative paths are relative to the
-run file (`workdir`: to where the command is typed), and plug-ins (rewards, prompt sources, demonstrations) are plain functions named by dotted path, looked for beside it.
+One YAML file describes a run. `slipstream validate RUN.yaml` checks all of it without a GPU; an unknown key or a wrong type
+is refused with the field's path and a hint. `--set a.b=value` on the command line overrides a field. Relative paths are relative
+to the run file (`workdir`: to where the command is typed), and plug-ins (rewards, prompt sources, demonstrations) are plain
+functions named by dotted path, looked for beside the run file.
 
 A complete example: [examples/sort_letters/run.yaml](../examples/sort_letters/run.yaml). What the staleness fields mean:
 [staleness.md](staleness.md). This page is written by `docs/make_run_file.py`.
