@@ -1,0 +1,154 @@
+"""What a run's streams say, read once and kept small: the material of `slipstream audit` and of report.json.
+
+`gather` is the only I/O here. Token columns are not kept: of each trajectory stay its spans and a hash of its content.
+`tests/controller/test_audit.py` builds this evidence from records and plants faults in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shared import config as run_config
+from shared.config import RunConfig
+from shared.ledger import Ledger
+from shared.records import Announcement, DeadLetter, Event, Group, Heartbeat, Metric, Receipt, Received
+from shared.wire import decode, decode_any
+
+if TYPE_CHECKING:
+    from shared.kv import KV
+    from shared.transfer_queue import TransferQueue
+
+
+@dataclass(slots=True, frozen=True)
+class Drawn:
+    """One entry of the trajectories log without its tokens."""
+
+    group_id: str
+    kind: str
+    replica: str
+    content: str
+    """sha256 over what would be trained on: ids, log-probabilities, masks, lengths and spans."""
+    tokens: int
+    samples: int
+    span_sample: tuple[int, ...]
+    span_version: tuple[int, ...]
+    span_step: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: Group) -> Drawn | None:
+        """None for a group that carries no samples."""
+        if (samples := group.samples) is None:
+            return None
+        spans = (samples.span_sample, samples.span_start, samples.span_end, samples.span_version, samples.span_step)
+        content = hashlib.sha256()
+        for column in (samples.lengths, samples.ids, samples.logprobs, samples.mask, *spans):
+            content.update(np.ascontiguousarray(column).tobytes())
+        return cls(
+            group_id=group.id,
+            kind=group.kind,
+            replica=group.replica,
+            content=content.hexdigest(),
+            tokens=len(samples.ids),
+            samples=len(samples.lengths),
+            span_sample=tuple(samples.span_sample.tolist()),
+            span_version=tuple(samples.span_version.tolist()),
+            span_step=tuple(samples.span_step.tolist()),
+        )
+
+    def oldest_steps(self, step_of: dict[int, int]) -> list[int]:
+        """[G] for each sample the oldest step that any token was drawn under, by the announcements (-1: no token).
+
+        A version that was never announced counts as what its span claims; the audit reports it apart.
+        """
+        oldest: dict[int, int] = {}
+        for sample, version, claimed in zip(self.span_sample, self.span_version, self.span_step, strict=True):
+            step = step_of.get(version, claimed)
+            oldest[sample] = min(step, oldest.get(sample, step))
+        return [oldest.get(sample, -1) for sample in range(self.samples)]
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Everything that was read, each list in the order of its log."""
+
+    receipts: list[Receipt] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
+    announced: list[Announcement] = field(default_factory=list)
+    received: list[Received] = field(default_factory=list)
+    dead: list[DeadLetter] = field(default_factory=list)
+    metrics: list[Metric] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    alive: list[Heartbeat] = field(default_factory=list)
+    config: RunConfig | None = None
+    config_bytes: bytes = b""
+    state: str = ""
+    """running | finished | failed:<why>"""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Streams whose limit has discarded their oldest messages: how many. What they held cannot be checked any more."""
+
+    def ledger(self) -> Ledger:
+        ledger = Ledger()
+        for receipt in self.receipts:
+            ledger.apply(receipt)
+        return ledger
+
+    def step_of(self) -> dict[int, int]:
+        """The training step of each announced version."""
+        return {announcement.version: announcement.step for announcement in self.announced}
+
+    def drawn_by_id(self) -> dict[str, list[Drawn]]:
+        """The log's entries of each group: more than one if a message was written twice."""
+        found: dict[str, list[Drawn]] = {}
+        for drawn in self.drawn:
+            found.setdefault(drawn.group_id, []).append(drawn)
+        return found
+
+    def trained_drawn(self, ledger: Ledger) -> list[tuple[int, Drawn]]:
+        """(update, trajectory) of every group that the final weights were trained on, in the order of the updates."""
+        drawn_by_id = self.drawn_by_id()
+        return [
+            (step, drawn_by_id[group_id][0])
+            for step in sorted(ledger.by_step)
+            for group_id in ledger.by_step[step]
+            if group_id in drawn_by_id
+        ]
+
+
+async def gather(queue: TransferQueue, kv: KV, *, with_metrics: bool = False) -> Evidence:
+    """Read the run's logs up to their present ends. `kv` is the run's config bucket."""
+    evidence = Evidence()
+    if (entry := await kv.get("config")) is not None:
+        evidence.config_bytes, evidence.config = entry[0], run_config.loads(entry[0])
+    if (entry := await kv.get("state")) is not None:
+        evidence.state = entry[0].decode()
+    async for data in _log(queue, evidence, "receipts"):
+        evidence.receipts.append(decode(data, Receipt))
+    async for data in _log(queue, evidence, "trajectories"):
+        if (drawn := Drawn.of(decode(data, Group))) is not None:
+            evidence.drawn.append(drawn)
+    async for data in _log(queue, evidence, "weights"):
+        record = decode_any(data)
+        (evidence.announced if isinstance(record, Announcement) else evidence.received).append(record)
+    async for data in _log(queue, evidence, "dead"):
+        evidence.dead.append(decode(data, DeadLetter))
+    if with_metrics:
+        async for data in _log(queue, evidence, "metrics"):
+            evidence.metrics.append(decode(data, Metric))
+        async for data in _log(queue, evidence, "events"):
+            evidence.events.append(decode(data, Event))
+    return evidence
+
+
+async def _log(queue: TransferQueue, evidence: Evidence, stream: str) -> AsyncIterator[bytes]:
+    """The stream's messages so far; notes how many of its oldest are gone."""
+    first = True
+    async for data, seq in queue.read(stream):
+        if first and seq > 1:
+            evidence.cut[stream] = seq - 1
+        first = False
+        yield data
