@@ -1,0 +1,346 @@
+"""The connection to the broker, and the errors that come out of the transport.
+
+Owns: two client connections a process, `bulk` for group payloads and `control` for everything that must not wait behind
+them (measured: a small request behind large publishes on one connection waits 10 to 100 times longer), the mapping of
+replies to whoever waits for them, and JetStream's JSON API.
+
+Guarantees: a call ends within its deadline, in a result or in an error that names the broker's address or the subject and
+what to do. A refused permission is `AccessDenied`, not a time-out. Lost connections come back by themselves, for ever;
+listeners hear of each new connection. tests/shared/test_jetstream.py holds this against a real broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from shared.errors import (
+    AccessDenied,
+    ApiError,
+    BrokerUnavailable,
+    NotJetStream,
+    RequestTimeout,
+    StorageExhausted,
+)
+
+log = logging.getLogger("slipstream.transport")
+
+ATTEMPT_S = 3.0
+"""One try of a request; then it is sent again, as long as its deadline allows."""
+RETRY_S = 0.1
+PENDING_BYTES = 64 << 20
+"""What the client may buffer for the socket. Publish windows stay far below it."""
+DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+STORAGE_CODES = {10002, 10023, 10028, 10047}
+
+JetStreamReply = dict[str, Any]
+
+
+class Waiter(Protocol):
+    """Someone who waits for the answer to a message sent to `subject`."""
+
+    subject: str
+
+    def answer(self, msg: Msg) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+class Request:
+    """A waiter for one answer."""
+
+    __slots__ = ("future", "subject")
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+
+    def answer(self, msg: Msg) -> None:
+        if not self.future.done():
+            self.future.set_result(msg)
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def status_of(msg: Msg) -> str | None:
+    """The status code of a message that the server made up itself (503: nobody listens there), None for others."""
+    return msg.headers.get("Status") if msg.headers else None
+
+
+def redact(url: str) -> str:
+    """`url` without its password: it goes into error texts and logs."""
+    parts = urlsplit(url)
+    return url.replace(f":{parts.password}@", ":***@") if parts.password else url
+
+
+class Channel:
+    """One client connection that outlives its sockets."""
+
+    def __init__(self, url: str, name: str, options: Mapping[str, Any]) -> None:
+        self.url, self.name = url, name
+        self._options = options
+        self._waiters: dict[str, Waiter] = {}
+        self._tokens = 0
+        self._listeners: list[Callable[[], None]] = []
+        self._denied: list[Callable[[str, str], None]] = []
+        self._up = asyncio.Event()
+        self._closing = False
+        self._reopening: asyncio.Task[None] | None = None
+        self._last_error = "no answer"
+        self._refused: asyncio.Future[str] | None = None
+        self.connections = 0
+
+    async def open(self, deadline_s: float) -> None:
+        """Connect, trying until the deadline. Wrong credentials end it at once."""
+        self._refused = asyncio.get_running_loop().create_future()
+        self.nc = Client()
+        task = asyncio.create_task(self._connect(self.nc))
+        waited: set[asyncio.Future[Any]] = {task, self._refused}
+        done, _ = await asyncio.wait(waited, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            task.result()
+            return
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, NatsError, OSError):
+            await task
+        await self.nc.close()
+        raise BrokerUnavailable(redact(self.url), self._last_error, deadline_s)
+
+    async def _connect(self, nc: Client) -> None:
+        await nc.connect(
+            servers=self.url.split(","),
+            name=self.name,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnect,
+            reconnected_cb=self._on_reconnect,
+            closed_cb=self._on_closed,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=RETRY_S,  # type: ignore[arg-type]  # a float works, the stub says int
+            connect_timeout=2,
+            ping_interval=5,
+            max_outstanding_pings=2,
+            pending_size=PENDING_BYTES,
+            **self._options,
+        )
+        self._inbox = nc.new_inbox()
+        await nc.subscribe(f"{self._inbox}.*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
+        self._mark_up()
+
+    def _mark_up(self) -> None:
+        self.connections += 1
+        self._up.set()
+        for listener in list(self._listeners):
+            listener()
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set()
+
+    @property
+    def max_payload(self) -> int:
+        return self.nc.max_payload
+
+    async def wait_connected(self, timeout_s: float) -> bool:
+        if self._up.is_set():
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._up.wait(), timeout_s)
+        return self._up.is_set()
+
+    def on_connect(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` whenever a new connection stands. Returns the call that ends this."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def on_denied(self, listener: Callable[[str, str], None]) -> None:
+        """Call `listener(action, subject)` on a refused permission; the subject comes in lower case."""
+        self._denied.append(listener)
+
+    def off_denied(self, listener: Callable[[str, str], None]) -> None:
+        self._denied.remove(listener)
+
+    def expect(self, waiter: Waiter) -> str:
+        """A reply subject whose answers go to `waiter`, until `forget`."""
+        self._tokens += 1
+        token = str(self._tokens)
+        self._waiters[token] = waiter
+        return f"{self._inbox}.{token}"
+
+    def forget(self, reply: str) -> None:
+        self._waiters.pop(reply.rpartition(".")[2], None)
+
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """Hand a message to the socket. Raises NatsError if the client cannot take it now."""
+        await self.nc.publish(subject, payload, reply, headers)
+
+    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
+        """No limits on what may queue up: the pull loop asks only for what fits."""
+        return await self.nc.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
+
+    async def request(
+        self, subject: str, payload: bytes, deadline_s: float, headers: dict[str, str] | None = None
+    ) -> Msg:
+        """One answer, asking again while nobody answers. Only for requests that may arrive twice."""
+        deadline = time.monotonic() + deadline_s
+        seen = "not connected"
+        while (left := deadline - time.monotonic()) > 0:
+            if not await self.wait_connected(left):
+                break
+            waiter = Request(subject)
+            reply = self.expect(waiter)
+            try:
+                await self.publish(subject, payload, reply, headers)
+                msg = await asyncio.wait_for(waiter.future, min(ATTEMPT_S, max(left, 0.01)))
+            except TimeoutError:
+                seen = "no answer"
+                continue
+            except NatsError as error:
+                seen = str(error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            finally:
+                self.forget(reply)
+            if status_of(msg) != "503" or msg.data:
+                return msg
+            seen = "503: nobody listens there"
+            await asyncio.sleep(RETRY_S)
+        raise RequestTimeout(redact(self.url), subject, deadline_s, seen)
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._reopening is not None:
+            self._reopening.cancel()
+        self._up.clear()
+        for waiter in list(self._waiters.values()):
+            waiter.fail(BrokerUnavailable(redact(self.url), "the connection was closed by this process", 0))
+        with contextlib.suppress(NatsError, OSError, TimeoutError):
+            if self.nc.is_connected:
+                await self.nc.flush(timeout=2)
+        await self.nc.close()
+
+    # Callbacks of nats-py. One that raises ends its reconnecting for ever (nats-py #204), so none does.
+
+    async def _on_reply(self, msg: Msg) -> None:
+        waiter = self._waiters.get(msg.subject.rpartition(".")[2])
+        if waiter is not None:
+            waiter.answer(msg)
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = str(error) or type(error).__name__
+        denied = DENIED.search(self._last_error)
+        if denied is not None:
+            self._deny(denied[1], denied[2])
+        elif "authorization" in self._last_error.lower() and self._refused is not None and not self._refused.done():
+            self._refused.set_result(self._last_error)
+        else:
+            log.debug("%s: %s", self.name, self._last_error)
+
+    def _deny(self, action: str, subject: str) -> None:
+        # nats-py lowers the server's text, so subjects are compared lowered.
+        error = AccessDenied(redact(self.url), action, subject)
+        told = False
+        for waiter in list(self._waiters.values()):
+            if waiter.subject.lower() == subject:
+                waiter.fail(error)
+                told = True
+        for listener in list(self._denied):
+            listener(action, subject)
+        if not told:
+            log.error("%s", error)
+
+    async def _on_disconnect(self) -> None:
+        self._up.clear()
+        if not self._closing:
+            log.warning("%s: lost the broker at %s (%s); reconnecting", self.name, redact(self.url), self._last_error)
+
+    async def _on_reconnect(self) -> None:
+        log.info("%s: reconnected to %s", self.name, redact(self.url))
+        self._mark_up()
+
+    async def _on_closed(self) -> None:
+        # nats-py gives up for good on some server errors (an expired login, say). A service must not.
+        self._up.clear()
+        if not self._closing and (self._reopening is None or self._reopening.done()):
+            self._reopening = asyncio.create_task(self._reopen())
+
+    async def _reopen(self) -> None:
+        while not self._closing:
+            try:
+                await self.open(deadline_s=10)
+                return
+            except BrokerUnavailable as error:
+                log.warning("%s: %s", self.name, error)
+                await asyncio.sleep(1)
+
+
+class Connection:
+    """What a process holds to talk to one broker: `bulk`, `control`, and the JSON API on `control`."""
+
+    def __init__(self, bulk: Channel, control: Channel) -> None:
+        self.bulk, self.control = bulk, control
+
+    @classmethod
+    async def open(
+        cls, url: str, *, name: str, deadline_s: float = 10.0, options: Mapping[str, Any] | None = None
+    ) -> Connection:
+        """Connect and make sure that JetStream answers. `options` go to nats-py under its own names (tls, nkeys_seed, ...)."""
+        bulk, control = (Channel(url, f"{name}/{kind}", options or {}) for kind in ("bulk", "control"))
+        deadline = time.monotonic() + deadline_s
+        connection = cls(bulk, control)
+        await control.open(deadline_s)
+        try:
+            await bulk.open(max(0.1, deadline - time.monotonic()))
+            await connection.api("INFO", deadline_s=max(0.5, deadline - time.monotonic()))
+        except RequestTimeout as error:
+            await connection.close()
+            raise NotJetStream(redact(url), str(error)) from error
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    @property
+    def url(self) -> str:
+        return redact(self.control.url)
+
+    @property
+    def connected(self) -> bool:
+        return self.bulk.connected and self.control.connected
+
+    async def api(self, verb: str, body: Mapping[str, Any] | None = None, deadline_s: float = 10.0) -> JetStreamReply:
+        """Call `$JS.API.<verb>`, asking again over a restart of the broker. Raises ApiError with JetStream's own code."""
+        payload = json.dumps(body).encode() if body is not None else b""
+        msg = await self.control.request(f"$JS.API.{verb}", payload, deadline_s)
+        reply: JetStreamReply = json.loads(msg.data)
+        if error := reply.get("error"):
+            raise api_error(error, f"$JS.API.{verb}", self.url)
+        return reply
+
+    async def close(self) -> None:
+        for channel in (self.bulk, self.control):
+            if hasattr(channel, "nc"):
+                await channel.close()
+
+
+def api_error(error: Mapping[str, Any], subject: str, url: str) -> ApiError | StorageExhausted:
+    """JetStream's error object as an exception."""
+    code, text = int(error.get("err_code", 0)), str(error.get("description", ""))
+    if code in STORAGE_CODES or "no space" in text:
+        return StorageExhausted(url, subject, f"{text} (err_code {code})")
+    return ApiError(int(error.get("code", 0)), code, text, subject)

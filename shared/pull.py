@@ -1,0 +1,469 @@
+"""The pull side: one loop that asks a consumer for as many messages as there is room for, and what it hands out.
+
+`Feed` turns a consumer into calls of `on_message`. `Puller` is a durable consumer's work: it holds each message, with
+`in_progress` heartbeats from its receipt on, until it is acked, given back or released.
+
+Guarantees: never more messages are asked for than there is room for; a lost connection, a restarted broker or a silent pull
+request is noticed (by the reconnect, or by missing idle heartbeats) and asked anew; a message that the broker delivers again
+while this process still holds it is not handed out twice; an ack is confirmed by the broker or raises; a consumer that was
+deleted raises `ConsumerGone` instead of falling silent. tests/shared/test_transfer_queue.py holds all of this over SIGKILL of
+the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from shared.errors import AccessDenied, AckTimeout, ApiError, ConsumerGone, RequestTimeout, TransportError
+from shared.jetstream import Connection, status_of
+
+log = logging.getLogger("slipstream.transport")
+
+EXPIRES_S = 30.0
+IDLE_HEARTBEAT_S = 5.0
+SILENCE_S = 2.5 * IDLE_HEARTBEAT_S
+"""A pull request that has shown neither message nor heartbeat for so long is dead."""
+RETRY_S = 0.25
+LINGER_S = 1.0
+"""An abandoned inbox is listened to for so long, so that what was on its way is not lost until its ack wait runs out."""
+ACK_DEADLINE_S = 60.0
+NOT_FOUND = {10014, 10059}
+"""JetStream's codes for a consumer and a stream that do not exist."""
+
+
+@dataclass(slots=True, frozen=True)
+class Position:
+    """What the reply subject of a delivered message says about it."""
+
+    delivered: int
+    seq: int
+    consumer_seq: int
+    pending: int
+
+
+def position(reply: str) -> Position:
+    """Parse `$JS.ACK.<stream>.<consumer>.<delivered>.<seq>.<consumer seq>.<time>.<pending>`; a newer form has two tokens
+    before the stream and one behind."""
+    tokens = reply.split(".")
+    at = 4 if len(tokens) == 9 else 6
+    if len(tokens) < 9 or tokens[0] != "$JS" or tokens[1] != "ACK":
+        raise ValueError(f"not the reply subject of a JetStream message: {reply!r}")
+    return Position(int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 2]), int(tokens[at + 4]))
+
+
+class Drained(Exception):
+    """Nothing is left for a feed that was asked to end there."""
+
+
+class Feed:
+    """Keeps pull requests open at one consumer, for at most `capacity()` messages less the `used()` that are here already."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        stream: str,
+        consumer: str,
+        *,
+        capacity: Callable[[], int],
+        used: Callable[[], int],
+        on_message: Callable[[Msg], None],
+        on_gone: Callable[[Exception], None],
+        max_bytes: int,
+        drain: bool = False,
+    ) -> None:
+        self.connection, self.stream, self.consumer = connection, stream, consumer
+        self._channel = connection.bulk
+        self._capacity, self._used = capacity, used
+        self._on_message, self._on_gone = on_message, on_gone
+        self._max_bytes, self._drain = max_bytes, drain
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._sub: Subscription | None = None
+        self._inbox = ""
+        self._session = 0
+        self._outstanding = 0
+        self._heard = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
+        self.resets = 0
+
+    async def start(self) -> None:
+        self._unlisten = self._channel.on_connect(self._on_connect)
+        self._channel.on_denied(self._on_denied)
+        await self._open_inbox()
+        self._watch()
+
+    async def stop(self) -> None:
+        """Ask for nothing more. What is on its way still comes to `on_message` for a moment."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._unlisten()
+        self._channel.off_denied(self._on_denied)
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._sub is not None:
+            await self._unsubscribe(self._sub)
+
+    def pump(self) -> None:
+        """Ask for what there is room for, once that is at least half of what there could be."""
+        if self._stopped or not self._channel.connected or self._sub is None:
+            return
+        capacity = self._capacity()
+        missing = capacity - self._used() - self._outstanding
+        if missing > 0 and missing * 2 >= capacity:
+            self._outstanding += missing
+            self._spawn(self._ask(missing, self._session))
+
+    async def reset(self) -> None:
+        """Abandon all requests and start over with a new inbox, so that a late answer to an old one cannot be miscounted."""
+        old, self._sub = self._sub, None
+        self.resets += 1
+        await self._open_inbox()
+        if old is not None:
+            asyncio.get_running_loop().call_later(LINGER_S, lambda: self._spawn(self._unsubscribe(old)))
+
+    async def _open_inbox(self) -> None:
+        self._session += 1
+        session = self._session
+
+        async def on_message(msg: Msg) -> None:
+            self._receive(msg, session)
+
+        self._inbox = self._channel.nc.new_inbox()
+        self._outstanding, self._heard = 0, time.monotonic()
+        with contextlib.suppress(NatsError):  # closed in between: the next connection opens it again
+            self._sub = await self._channel.subscribe(self._inbox, on_message)
+        self.pump()
+
+    async def _unsubscribe(self, sub: Subscription) -> None:
+        with contextlib.suppress(NatsError, OSError):  # the connection may be gone, and with it the subscription
+            await sub.unsubscribe()
+
+    async def _ask(self, batch: int, session: int) -> None:
+        request: dict[str, Any] = {"batch": batch, "max_bytes": self._max_bytes}
+        if self._drain:
+            request["no_wait"] = True
+        else:
+            request |= {"expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(IDLE_HEARTBEAT_S * 1e9)}
+        if session != self._session:
+            return
+        self._heard = time.monotonic()
+        with contextlib.suppress(NatsError):  # not sent: the reconnect or the watch asks again
+            await self._channel.publish(self._next, json.dumps(request).encode(), self._inbox)
+
+    def _receive(self, msg: Msg, session: int) -> None:
+        current = session == self._session
+        if current:
+            self._heard = time.monotonic()
+        status = status_of(msg) if not msg.data else None
+        if status is None:
+            if current:
+                self._outstanding = max(0, self._outstanding - 1)
+            self._on_message(msg)
+        elif current:
+            self._on_status(status, msg.headers or {})
+
+    def _on_status(self, status: str, headers: dict[str, str]) -> None:
+        text = headers.get("Description", "")
+        if status == "100":
+            return
+        if status == "503" or (status == "409" and ("Deleted" in text or "Not Found" in text)):
+            self._outstanding = 0
+            self._spawn(self._check_consumer())
+            return
+        left = headers.get("Nats-Pending-Messages")
+        self._outstanding = max(0, self._outstanding - int(left)) if left is not None else 0
+        if status in ("404", "408", "409") and "Exceeded" not in text and "push" not in text.lower():
+            if self._drain and status == "404":
+                self._on_gone(Drained())
+            elif not self._stopped:
+                asyncio.get_running_loop().call_later(0.01, self.pump)
+            return
+        self._on_gone(ApiError(int(status), 0, text, self._next))
+
+    async def _check_consumer(self) -> None:
+        """Nobody answers the pull: the consumer is gone, or JetStream is still starting."""
+        try:
+            await self.connection.api(f"CONSUMER.INFO.{self.stream}.{self.consumer}")
+        except ApiError as error:
+            if error.err_code in NOT_FOUND:
+                self._on_gone(ConsumerGone(self.stream, self.consumer))
+                return
+            log.warning("%s", error)
+        except RequestTimeout as error:
+            log.warning("%s", error)
+        except TransportError as error:
+            self._on_gone(error)
+            return
+        await asyncio.sleep(RETRY_S)
+        self.pump()
+
+    def _on_denied(self, action: str, subject: str) -> None:
+        if subject in (self._next.lower(), self._inbox.lower()):
+            self._on_gone(AccessDenied(self.connection.url, action, self._next if action == "publish" else self._inbox))
+
+    def _on_connect(self) -> None:
+        self._spawn(self.reset())
+
+    def _watch(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(1.0, self._watch)
+        if not self._channel.connected:
+            return
+        if self._outstanding and time.monotonic() - self._heard > SILENCE_S:
+            log.warning("%s/%s: the pull request went silent; asking again", self.stream, self.consumer)
+            self._spawn(self.reset())
+        else:
+            self.pump()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class Delivery:
+    """A message in this process's hands."""
+
+    __slots__ = ("_puller", "_reply", "data", "delivered", "msg_id", "seq", "subject")
+
+    def __init__(self, puller: Puller, msg: Msg, at: Position) -> None:
+        self._puller, self._reply = puller, msg.reply
+        self.data: bytes = msg.data
+        self.subject: str = msg.subject
+        self.msg_id: str = (msg.headers or {}).get("Nats-Msg-Id", "")
+        self.seq, self.delivered = at.seq, at.delivered
+
+    @property
+    def held(self) -> bool:
+        """The broker is being told that work on it goes on."""
+        return self._puller.holds(self)
+
+    async def ack(self, deadline_s: float = ACK_DEADLINE_S) -> None:
+        """Done. Returns once the broker has confirmed it; raises AckTimeout or ConsumerGone."""
+        await self._puller.ack(self, deadline_s)
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Give it back, to be delivered again after `delay_s`."""
+        await self._puller.nak(self, delay_s)
+
+    def release(self) -> None:
+        """Stop the heartbeats: the broker delivers it again once the ack wait has run out."""
+        self._puller.forget(self)
+
+
+class Puller:
+    """The work of one durable consumer. `await next(timeout_s)`, then `await delivery.ack()`.
+
+    `receive` may take a message aside before it is handed out: it returns None for "hand it out", or something to await that
+    says whether to.
+    `prefetch` messages may lie ready beside those that were handed out; with 0 the broker is asked only while someone waits
+    in `next`, so that a busy replica hoards nothing.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        stream: str,
+        consumer: str,
+        *,
+        prefetch: int,
+        max_bytes: int,
+        ack_wait_s: float,
+        receive: Callable[[Delivery], Awaitable[bool] | None] | None = None,
+    ) -> None:
+        self.connection, self.stream, self.consumer = connection, stream, consumer
+        self.prefetch = prefetch
+        self._ack_wait_s = ack_wait_s
+        self._receive = receive
+        self._ready: deque[Delivery] = deque()
+        self._held: dict[int, Delivery] = {}
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._error: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._taking = 0
+        self._stopping = False
+        self.redelivered = 0
+        self._feed = Feed(
+            connection,
+            stream,
+            consumer,
+            capacity=self._capacity,
+            used=lambda: len(self._ready) + self._taking,
+            on_message=self._on_message,
+            on_gone=self._on_gone,
+            max_bytes=max_bytes,
+        )
+
+    async def start(self) -> Puller:
+        await self._feed.start()
+        self._beat = asyncio.create_task(self._heartbeats())
+        return self
+
+    async def next(self, timeout_s: float) -> Delivery | None:
+        """The next message, or None. Raises what ended the consumer (ConsumerGone, AccessDenied)."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self._stopping:
+                return None
+            if not await self._wait(deadline):
+                return None
+        delivery = self._ready.popleft()
+        self._feed.pump()
+        return delivery
+
+    async def _wait(self, deadline: float) -> bool:
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        timer = loop.call_at(deadline, _finish, turn)
+        self._feed.pump()
+        try:
+            await turn
+        finally:
+            timer.cancel()
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+        return loop.time() < deadline or bool(self._ready) or self._error is not None
+
+    async def set_prefetch(self, prefetch: int) -> None:
+        """Change how many lie ready. What is ready beyond that goes back to the broker at once."""
+        shrinks, self.prefetch = prefetch < self.prefetch, prefetch
+        if shrinks:
+            await self._feed.reset()
+            await self._give_back(self._capacity())
+        self._feed.pump()
+
+    async def stop(self) -> None:
+        """Give back what was not handed out and end the heartbeats. What is held can still be acked."""
+        self._stopping = True
+        await self._feed.stop()
+        self._beat.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await self._give_back(0)
+        while self._waiting:
+            _finish(self._waiting.popleft())
+
+    @property
+    def ready(self) -> int:
+        return len(self._ready)
+
+    def holds(self, delivery: Delivery) -> bool:
+        return self._held.get(delivery.seq) is delivery and not self._stopping
+
+    def forget(self, delivery: Delivery) -> None:
+        if self._held.get(delivery.seq) is delivery:
+            del self._held[delivery.seq]
+
+    async def ack(self, delivery: Delivery, deadline_s: float) -> None:
+        deadline = time.monotonic() + deadline_s
+        seen = "not connected"
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                # An ack of a redelivered message must carry the newest reply subject, so it is read anew on each try.
+                await self.connection.control.request(delivery._reply, b"+ACK", min(left, 3.0))
+            except RequestTimeout as error:
+                seen = str(error)
+                await self._raise_if_gone()
+                continue
+            self.forget(delivery)
+            return
+        raise AckTimeout(delivery.subject, delivery.seq, deadline_s, seen)
+
+    async def nak(self, delivery: Delivery, delay_s: float) -> None:
+        self.forget(delivery)
+        payload = b"-NAK" if delay_s <= 0 else b"-NAK " + json.dumps({"delay": int(delay_s * 1e9)}).encode()
+        with contextlib.suppress(NatsError):  # not sent: the ack wait gives it back
+            await self.connection.control.publish(delivery._reply, payload)
+
+    async def _raise_if_gone(self) -> None:
+        try:
+            await self.connection.api(f"CONSUMER.INFO.{self.stream}.{self.consumer}", deadline_s=5)
+        except ApiError as error:
+            if error.err_code in NOT_FOUND:
+                raise ConsumerGone(self.stream, self.consumer) from error
+        except RequestTimeout:
+            return  # the broker is away: the caller tries again until its own deadline
+
+    def _capacity(self) -> int:
+        return 0 if self._error is not None else max(self.prefetch, len(self._waiting))
+
+    def _on_message(self, msg: Msg) -> None:
+        at = position(msg.reply)
+        held = self._held.get(at.seq)
+        if held is not None:
+            held._reply, held.delivered = msg.reply, at.delivered
+            self.redelivered += 1
+            return
+        self.redelivered += at.delivered > 1
+        delivery = Delivery(self, msg, at)
+        if self._stopping or len(self._ready) >= max(self._capacity(), 1):
+            self._spawn(self.nak(delivery, 0.0))
+            return
+        self._held[at.seq] = delivery
+        work = self._receive(delivery) if self._receive is not None else None
+        if work is None:
+            self._offer(delivery)
+        else:
+            self._taking += 1
+            self._spawn(self._take_in(work, delivery))
+
+    async def _take_in(self, work: Awaitable[bool], delivery: Delivery) -> None:
+        try:
+            wanted = await work
+        finally:
+            self._taking -= 1
+        if wanted and not self._stopping:
+            self._offer(delivery)
+
+    def _offer(self, delivery: Delivery) -> None:
+        self._ready.append(delivery)
+        if self._waiting:
+            _finish(self._waiting.popleft())
+
+    def _on_gone(self, error: Exception) -> None:
+        self._error = error
+        while self._waiting:
+            _finish(self._waiting.popleft())
+
+    async def _give_back(self, keep: int) -> None:
+        while len(self._ready) > keep:
+            await self.nak(self._ready.pop(), 0.0)
+
+    async def _heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self._ack_wait_s / 3)
+            if not self.connection.control.connected:
+                continue
+            for delivery in list(self._held.values()):
+                with contextlib.suppress(
+                    NatsError
+                ):  # lost with the connection: the next round comes before the ack wait
+                    await self.connection.control.publish(delivery._reply, b"+WPI")
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,160 @@
+"""Who is there: heartbeats with a time to live, and the lease of a service of which one may be active.
+
+Guarantees: a replica whose heartbeat stopped is gone after the TTL, without anyone's help; of two that claim a service at
+once one gets it; a holder that died frees its lease by the TTL, or at once for a claimer on the same host that sees its
+process gone; a holder that lost its lease hears of it at its next beat (`LeaseLost`). tests/shared/test_registry.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared import wire
+from shared.errors import AlreadyActive, Conflict, KeyExists, LeaseLost
+from shared.jetstream import Connection
+from shared.kv import KV
+from shared.records import Heartbeat
+from shared.subjects import Subjects
+
+TTL_S = 15.0
+BEATS = "beat"
+LEASES = "lease"
+
+
+@wire.schema("lease", 1)
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """What the key of a lease holds: enough to say who it is, and for a neighbour to see whether it lives."""
+
+    service: str
+    replica: str
+    token: str
+    host: str
+    pid: int
+    pid_started: int
+    since: float
+
+    def __str__(self) -> str:
+        since = time.strftime("%F %T", time.gmtime(self.since))
+        return f"replica {self.replica!r}, pid {self.pid} on {self.host}, since {since} UTC"
+
+
+class Registry:
+    """The services of one run. Write with `beat` from the worker's own loop, read with `alive`."""
+
+    def __init__(self, kv: KV, ttl_s: float) -> None:
+        self._kv, self.ttl_s = kv, ttl_s
+        self._leases: dict[str, Lease] = {}
+
+    @classmethod
+    async def open(cls, connection: Connection, subjects: Subjects, ttl_s: float = TTL_S) -> Registry:
+        return cls(await KV.open(connection, subjects.services_bucket, ttl=True), ttl_s)
+
+    async def beat(self, heartbeat: Heartbeat) -> None:
+        """Write the heartbeat, and renew the lease if this process holds one for the service. Raises LeaseLost."""
+        key = f"{BEATS}.{_token(heartbeat.service)}.{_token(heartbeat.replica)}"
+        await self._kv.put(key, wire.encode(heartbeat), ttl_s=self.ttl_s)
+        if (lease := self._leases.get(heartbeat.service)) is not None:
+            await lease.renew()
+
+    async def leave(self, service: str, replica: str) -> None:
+        """Take the heartbeat away: a replica that stops on purpose is gone at once."""
+        await self._kv.delete(f"{BEATS}.{_token(service)}.{_token(replica)}")
+
+    async def alive(self, service: str | None = None) -> list[Heartbeat]:
+        """The newest heartbeat of every replica that has one, by service and replica."""
+        prefix = f"{BEATS}." if service is None else f"{BEATS}.{_token(service)}."
+        keys = [key for key in await self._kv.keys() if key.startswith(prefix)]
+        found = await asyncio.gather(*(self._kv.get(key) for key in keys))
+        return [wire.decode(value[0], Heartbeat) for value in found if value is not None]
+
+    async def claim(self, service: str, replica: str = "") -> Lease:
+        """Become the active one. Raises AlreadyActive, naming the holder."""
+        record = LeaseRecord(
+            service,
+            replica,
+            uuid.uuid4().hex,
+            socket.gethostname(),
+            os.getpid(),
+            process_start(os.getpid()),
+            time.time(),
+        )
+        key, value = f"{LEASES}.{_token(service)}", wire.encode(record)
+        try:
+            revision = await self._kv.create(key, value, ttl_s=self.ttl_s)
+        except KeyExists as error:
+            revision = await self._take_over(key, record, value, error)
+        lease = Lease(self, key, record, revision)
+        self._leases[service] = lease
+        return lease
+
+    async def _take_over(self, key: str, record: LeaseRecord, value: bytes, error: KeyExists) -> int:
+        held = await self._kv.get(key)
+        if held is None:  # it ran out in between
+            return await self._kv.create(key, value, ttl_s=self.ttl_s)
+        holder = wire.decode(held[0], LeaseRecord)
+        if not is_dead(holder):
+            raise AlreadyActive(record.service, str(holder)) from error
+        try:
+            return await self._kv.update(key, value, held[1], ttl_s=self.ttl_s)
+        except Conflict as conflict:
+            raise AlreadyActive(record.service, "another process took it over just now") from conflict
+
+
+class Lease:
+    """The right to be the active one, for the TTL from each renewal. `Registry.beat` renews it."""
+
+    def __init__(self, registry: Registry, key: str, record: LeaseRecord, revision: int) -> None:
+        self._registry, self._key, self.record, self._revision = registry, key, record, revision
+
+    async def renew(self) -> None:
+        """Raises LeaseLost if another process has it now. One that merely ran out is taken again."""
+        kv, value = self._registry._kv, wire.encode(self.record)
+        try:
+            self._revision = await kv.update(self._key, value, self._revision, ttl_s=self._registry.ttl_s)
+            return
+        except Conflict as error:
+            held = await kv.get(self._key)
+            if held is not None and wire.decode(held[0], LeaseRecord).token != self.record.token:
+                self._forget()
+                raise LeaseLost(self.record.service, str(wire.decode(held[0], LeaseRecord))) from error
+        try:
+            self._revision = await kv.create(self._key, value, ttl_s=self._registry.ttl_s)
+        except KeyExists as error:
+            self._forget()
+            raise LeaseLost(self.record.service, "taken by another process just now") from error
+
+    async def release(self) -> None:
+        """Free it for the next one, if it is still held."""
+        self._forget()
+        held = await self._registry._kv.get(self._key)
+        if held is not None and wire.decode(held[0], LeaseRecord).token == self.record.token:
+            await self._registry._kv.delete(self._key)
+
+    def _forget(self) -> None:
+        if self._registry._leases.get(self.record.service) is self:
+            del self._registry._leases[self.record.service]
+
+
+def process_start(pid: int) -> int:
+    """When a process of this host started, in clock ticks since boot; 0 if there is none. Tells a reused pid from the old one."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def is_dead(holder: LeaseRecord) -> bool:
+    """True only if this host can see that the holder's process is gone."""
+    return holder.host == socket.gethostname() and process_start(holder.pid) != holder.pid_started
+
+
+def _token(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_=-]", "_", name)

@@ -1,0 +1,313 @@
+"""The TransferQueue: what services publish, pull, read and look up, over the streams of one run.
+
+Guarantees: a published message is stored exactly once or the call raises; a pulled message is handed out until it is acked,
+and an ack that returned is on the broker; a message that was delivered more often than allowed goes to the dead letters with a
+reason and a `dropped` receipt instead of to the worker; a payload above the broker's limit travels as a blob, and neither side
+notices. Nothing here blocks the event loop, and nothing spins while the broker is away. tests/shared/test_transfer_queue.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from nats.errors import Error as NatsError
+
+from shared import wire
+from shared.config import RunConfig
+from shared.errors import ApiError, StreamMissing, TransportError
+from shared.jetstream import Connection
+from shared.log_reader import LogReader
+from shared.publisher import Publisher
+from shared.pull import NOT_FOUND, Delivery, Puller
+from shared.records import DeadLetter, Group, Receipt
+from shared.streams import SPECS, check_capacity, consumer_config, stream_config, stream_of
+from shared.subjects import Subjects
+
+log = logging.getLogger("slipstream.transport")
+
+PUBLISH_DEADLINE_S = 600.0
+"""How long a publish may wait for room in a full stream or for a broker that is away."""
+ACK_WAIT_S = 30.0
+PULL_BYTES = 16 << 20
+EMIT_BACKLOG = 1024
+API_DEADLINE_S = 30.0
+NAME_IN_USE = 10058
+NO_MESSAGE = 10037
+
+Message = Any
+"""A registered record, or bytes that are a message already."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDepth:
+    """How full a stream is. pending: not delivered yet; ack_pending: delivered, not acked (durable consumers only)."""
+
+    messages: int
+    bytes: int
+    pending: int
+    ack_pending: int
+
+
+class TransferQueue:
+    """One run's streams, over one connection."""
+
+    def __init__(self, connection: Connection, subjects: Subjects) -> None:
+        self.connection, self.subjects = connection, subjects
+        self._bulk, self._control = Publisher(connection.bulk), Publisher(connection.control)
+        self._pullers: list[Puller] = []
+        self._backlog: deque[tuple[str, bytes]] = deque()
+        self._emitting: asyncio.Task[None] | None = None
+        self.emit_dropped = 0
+        self.dead_lettered = 0
+
+    async def ensure_streams(self, config: RunConfig) -> None:
+        """Create the run's streams, or bring their limits up to `config`. Any number of services may call it at once."""
+        check_capacity(config)
+        for spec in SPECS.values():
+            body = stream_config(self.subjects, spec, config.broker.max_bytes)
+            try:
+                await self.connection.api(f"STREAM.CREATE.{body['name']}", body, API_DEADLINE_S)
+            except ApiError as error:
+                if error.err_code != NAME_IN_USE:
+                    raise
+                await self.connection.api(f"STREAM.UPDATE.{body['name']}", body, API_DEADLINE_S)
+
+    # Publishing
+
+    def _publisher_of(self, subject: str) -> Publisher:
+        """Group payloads go over `bulk`, so that receipts, weights and events never wait behind them."""
+        bulk = stream_of(self.subjects, subject) in (
+            "prompts",
+            "rewards",
+            "trajectories",
+            "advantages",
+            "dead",
+            "blobs",
+        )
+        return self._bulk if bulk else self._control
+
+    async def publish(
+        self, subject: str, message: Message, msg_id: str | None = None, deadline_s: float = PUBLISH_DEADLINE_S
+    ) -> int:
+        """Store one message and return its sequence. A message with the same `msg_id` is stored once, and the first one's
+        sequence is returned; without an id each call stores one."""
+        headers, payload = self._prepare(message, msg_id)
+        return await self._publisher_of(subject).publish(subject, payload, headers, deadline_s)
+
+    async def publish_all(
+        self, messages: Iterable[tuple[str, Message, str | None]], deadline_s: float = PUBLISH_DEADLINE_S
+    ) -> list[int]:
+        """Store many, as many at once as the window allows, sent in the order given. If some fail, all others are still
+        tried, and then the first failure is raised."""
+        entries = []
+        try:
+            for subject, message, msg_id in messages:
+                headers, payload = self._prepare(message, msg_id)
+                publisher = self._publisher_of(subject)
+                entries.append(publisher.wait(await publisher.submit(subject, payload, headers, deadline_s)))
+        finally:
+            results = await asyncio.gather(*entries, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, int)]
+
+    def _prepare(self, message: Message, msg_id: str | None) -> tuple[dict[str, str], bytes]:
+        payload = message if isinstance(message, bytes) else wire.encode(message)
+        return {"Nats-Msg-Id": msg_id or uuid.uuid4().hex}, payload
+
+    def emit(self, subject: str, message: Message) -> None:
+        """Send without an ack: for metrics, whose loss does not matter. Never waits and never raises on a lost connection;
+        what could not be sent is counted in `emit_dropped`."""
+        payload = message if isinstance(message, bytes) else wire.encode(message)
+        channel = self.connection.control
+        if not channel.connected or len(payload) > channel.max_payload or len(self._backlog) >= EMIT_BACKLOG:
+            self.emit_dropped += 1
+            return
+        self._backlog.append((subject, payload))
+        if self._emitting is None or self._emitting.done():
+            self._emitting = asyncio.get_running_loop().create_task(self._emit_backlog())
+
+    async def _emit_backlog(self) -> None:
+        while self._backlog:
+            subject, payload = self._backlog.popleft()
+            try:
+                await self.connection.control.publish(subject, payload)
+            except NatsError:
+                self.emit_dropped += 1
+
+    # Pulling
+
+    async def pull(
+        self,
+        stream: str,
+        durable: str,
+        *,
+        prefetch: int,
+        filter_subject: str | None = None,
+        recreate: bool = False,
+        ack_wait_s: float = ACK_WAIT_S,
+        max_bytes: int = PULL_BYTES,
+        max_deliveries: int | None = None,
+        stage: str | None = None,
+    ) -> Puller:
+        """Take part in the work of the durable consumer `durable` of `stream` (one of subjects.STREAMS), created if absent.
+
+        `recreate` makes a new one in place of every earlier one of that name: all un-acked messages are delivered anew at
+        once, and an old process's pulls and acks no longer count. With `max_deliveries`, a message that comes more often goes
+        to `<run>.dead.<stage>` (`stage` is `durable` by default).
+        """
+        full = self.subjects.stream(stream)
+        name = await self._ensure_consumer(
+            full, durable, filter_subject or self.subjects.wildcard(stream), ack_wait_s, recreate
+        )
+        puller = Puller(
+            self.connection,
+            full,
+            name,
+            prefetch=prefetch,
+            max_bytes=max_bytes,
+            ack_wait_s=ack_wait_s,
+            receive=lambda delivery: self._receive(delivery, max_deliveries, stage or durable),
+        )
+        self._pullers.append(puller)
+        return await puller.start()
+
+    async def _ensure_consumer(self, stream: str, durable: str, subject: str, ack_wait_s: float, recreate: bool) -> str:
+        name = durable
+        if recreate:
+            for old in await self._consumers(stream):
+                if old["name"] == durable or old["name"].startswith(f"{durable}-"):
+                    with contextlib.suppress(
+                        ApiError
+                    ):  # gone already, which is what is wanted; if not, the create says so
+                        await self.connection.api(f"CONSUMER.DELETE.{stream}.{old['name']}", deadline_s=API_DEADLINE_S)
+            name = f"{durable}-{uuid.uuid4().hex[:12]}"
+        config = consumer_config(name, subject, ack_wait_s)
+        body = {"stream_name": stream, "config": config}
+        try:
+            await self.connection.api(f"CONSUMER.CREATE.{stream}.{name}.{subject}", body, API_DEADLINE_S)
+        except ApiError as error:
+            if error.err_code in NOT_FOUND:
+                raise StreamMissing(stream) from error
+            raise
+        return name
+
+    async def _consumers(self, stream: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while True:
+            try:
+                reply = await self.connection.api(f"CONSUMER.LIST.{stream}", {"offset": len(found)}, API_DEADLINE_S)
+            except ApiError as error:
+                if error.err_code in NOT_FOUND:
+                    raise StreamMissing(stream) from error
+                raise
+            found += reply.get("consumers") or []
+            if len(found) >= reply["total"] or not reply.get("consumers"):
+                return found
+
+    def _receive(self, delivery: Delivery, max_deliveries: int | None, stage: str) -> Any:
+        if max_deliveries is not None and delivery.delivered > max_deliveries:
+            return self._bury(
+                delivery, stage, f"delivered {delivery.delivered} times, at most {max_deliveries} are allowed"
+            )
+        return None
+
+    async def _bury(self, delivery: Delivery, stage: str, reason: str) -> bool:
+        """Copy to the dead letters, drop the group in the ledger, then ack. Each step may be repeated: the ids are fixed."""
+        try:
+            payload, now, group_id = delivery.data, time.time(), delivery.msg_id
+            letter = DeadLetter(stage, group_id, reason, payload, delivery.delivered, now)
+            await self.publish(self.subjects.dead(stage), letter, f"{stage}:{delivery.seq}:{group_id}")
+            receipt = _dropped(group_id, payload, stage, reason, now)
+            await self.publish(self.subjects.receipts, receipt, f"dead:{stage}:{group_id}")
+            await delivery.ack()
+            self.dead_lettered += 1
+            log.error("%s: %s went to the dead letters: %s", stage, group_id, reason)
+        except TransportError as error:
+            log.error("%s: %s could not be moved to the dead letters: %s", stage, delivery.msg_id, error)
+            delivery.release()
+        return False
+
+    # Reading
+
+    async def read(
+        self, stream: str, start_seq: int = 1, subject: str | None = None, live: bool = False
+    ) -> AsyncIterator[tuple[bytes, int]]:
+        """(message, sequence) of a log from `start_seq` on, in order, without gaps or repeats, also over restarts of the
+        broker. Ends at what was the last message at the time of the call, or, with `live`, never."""
+        reader = LogReader(
+            self.connection,
+            self.subjects.stream(stream),
+            start_seq=start_seq,
+            subject=subject,
+            live=live,
+            deadline_s=API_DEADLINE_S,
+        )
+        async with contextlib.aclosing(reader.messages()) as messages:
+            async for msg, seq in messages:
+                yield msg.data, seq
+
+    async def last(self, subject: str) -> tuple[bytes, int] | None:
+        """The newest message of a subject and its sequence."""
+        stream = self.subjects.stream(stream_of(self.subjects, subject))
+        try:
+            reply = await self.connection.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
+        except ApiError as error:
+            if error.err_code == NO_MESSAGE:
+                return None
+            if error.err_code in NOT_FOUND:
+                raise StreamMissing(subject) from error
+            raise
+        message = reply["message"]
+        return base64.b64decode(message.get("data", "")), int(message["seq"])
+
+    async def depths(self) -> dict[str, StreamDepth]:
+        """How full each stream of the run is."""
+        names = list(SPECS)
+        return dict(zip(names, await asyncio.gather(*(self._depth(name) for name in names)), strict=True))
+
+    async def _depth(self, name: str) -> StreamDepth:
+        stream = self.subjects.stream(name)
+        try:
+            state = (await self.connection.api(f"STREAM.INFO.{stream}"))["state"]
+        except ApiError as error:
+            if error.err_code in NOT_FOUND:
+                raise StreamMissing(stream) from error
+            raise
+        durable = [c for c in await self._consumers(stream) if c["config"].get("durable_name")]
+        return StreamDepth(
+            int(state["messages"]),
+            int(state["bytes"]),
+            sum(int(consumer["num_pending"]) for consumer in durable),
+            sum(int(consumer["num_ack_pending"]) for consumer in durable),
+        )
+
+    async def close(self) -> None:
+        """Stop the pullers (what was not handed out goes back) and the publishers. The connection stays open."""
+        for puller in self._pullers:
+            await puller.stop()
+        self._bulk.close()
+        self._control.close()
+
+
+def _dropped(group_id: str, payload: bytes, stage: str, reason: str, now: float) -> Receipt:
+    """The entry of a dead group. A message that cannot be read is dropped by its id alone. An evaluation has no fate in the
+    ledger: its entry is `evaluated` with a reason, so that nobody waits for it."""
+    receipt = Receipt("dropped", group_id, reason=f"dead:{stage}", detail={"why": reason}, at=now)
+    with contextlib.suppress(wire.WireError):
+        record = wire.decode_any(payload)
+        if isinstance(record, Group):
+            receipt.kind = "evaluated" if record.kind == "eval" else "dropped"
+            receipt.group_id, receipt.issue, receipt.seat = record.id, record.issue, record.seat
+            receipt.min_step = record.min_step
+    return receipt
