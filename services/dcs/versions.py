@@ -1,0 +1,338 @@
+"""Which versions of the weights exist, who is in the broadcast group, and who holds what. A pure state machine.
+
+Guarantees, held by the property tests in tests/dcs/test_versions.py:
+- A version number is handed out once: numbers only grow, over restarts of the DCS and of the trainer and over rollbacks.
+- Asking again for the same weights (step, digest, publisher) gives the same version, so a publisher may retry blindly.
+- A publisher that was replaced by a newer one is refused (Superseded); so is a version that a later one has overtaken.
+- A group's epoch only grows. A group is used again only while its publisher and members are the same and nothing failed in it.
+- A member that has not answered a broadcast by its deadline is out of the group until it joins again.
+
+Time and the set of living replicas come in as arguments. `State` is what survives: the DCS stores it under KV key `dcs` after
+every change and before it answers. It has no tensor lists: those lie with the snapshots, so that the state stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared.records import Received
+from shared.wire import decode, encode, schema
+
+KEPT_VERSIONS = 32
+"""Versions whose course is remembered; older ones leave only their number behind."""
+KEPT_PUBLISHERS = 16
+"""Replaced publishers that are still recognised and refused."""
+FAILED_GRACE_S = 5.0
+"""After a failed broadcast its living members report within moments, so silence need not be borne up to the deadline."""
+
+
+class VersionError(RuntimeError):
+    """The request does not fit the state; the text says why. Repeating it unchanged is of no use."""
+
+
+class UnknownVersion(VersionError):
+    """No such version, or none any more."""
+
+
+class Superseded(VersionError):
+    """The publisher or the version has been replaced by a newer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica that takes part in broadcasts."""
+
+    replica: str
+    incarnation: str
+    """Its process: a replica that was restarted under its old name is another member."""
+    world_size: int
+    """Ranks that its engine brings into the group."""
+    joined_at: float = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Who is in the process group of one epoch, and where its members meet. The publisher is rank 0."""
+
+    epoch: int
+    publisher: str
+    host: str
+    port: int
+    members: list[Member]
+
+    @property
+    def world_size(self) -> int:
+        return 1 + sum(member.world_size for member in self.members)
+
+    def ranks(self) -> dict[str, int]:
+        """The first rank of each member's engine."""
+        ranks, rank = {}, 1
+        for member in self.members:
+            ranks[member.replica] = rank
+            rank += member.world_size
+        return ranks
+
+
+@dataclass(slots=True)
+class Version:
+    """The course of one version: allocated, then announced, then settled; or abandoned before it was announced."""
+
+    version: int
+    step: int
+    digest: str
+    reason: str
+    publisher: str
+    """Incarnation of the trainer that publishes it."""
+    allocated_at: float
+    phase: Literal["allocated", "announced", "settled", "abandoned"] = "allocated"
+    group: Group | None = None
+    """Formed when it is announced. None: there was no member, so it is told and can be pulled, but not sent."""
+    announced_at: float = 0.0
+    deadline: float = 0.0
+    """When whoever has not answered is left behind."""
+    result: Literal["", "ok", "failed"] = ""
+    """The publisher's word on its broadcast."""
+    error: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    """Replica -> `broadcast` or `snapshot` once it verified its copy, `failed` if it could not use the broadcast."""
+    dropped: list[str] = field(default_factory=list)
+    """Members that were left behind over this version."""
+
+    def awaited(self) -> list[Member]:
+        """Members of its group that have neither answered nor been left behind."""
+        members = self.group.members if self.group else []
+        return [m for m in members if m.replica not in self.answers and m.replica not in self.dropped]
+
+    def clean(self) -> bool:
+        """Everyone in the group got it by broadcast."""
+        members = self.group.members if self.group else []
+        return self.result == "ok" and all(self.answers.get(member.replica) == "broadcast" for member in members)
+
+
+@schema("dcs_state", 1)
+@dataclass(slots=True)
+class State:
+    """All that a restarted DCS needs."""
+
+    url: str = ""
+    """Where the DCS listens."""
+    next_version: int = 1
+    epoch: int = 0
+    publisher: str = ""
+    retired: list[str] = field(default_factory=list)
+    """Publishers that were replaced."""
+    group: Group | None = None
+    """The newest group, while it can be used again."""
+    members: list[Member] = field(default_factory=list)
+    """Who wants to be in the next group."""
+    versions: list[Version] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
+    """Replica -> the version that it last verified."""
+    received_seq: int = 0
+    """Last message of the weights stream that is folded into this state."""
+
+    def dump(self) -> bytes:
+        return encode(self)
+
+    @classmethod
+    def load(cls, data: bytes) -> State:
+        return decode(data, cls)
+
+
+class Versions:
+    """The rules over a State. The caller works on a copy (`fork`) and keeps it only once its state is stored."""
+
+    def __init__(self, state: State, *, timeout_s: float, heartbeat_ttl_s: float) -> None:
+        self.state, self.timeout_s, self.heartbeat_ttl_s = state, timeout_s, heartbeat_ttl_s
+
+    def fork(self) -> Versions:
+        return Versions(State.load(self.state.dump()), timeout_s=self.timeout_s, heartbeat_ttl_s=self.heartbeat_ttl_s)
+
+    def get(self, version: int) -> Version:
+        for known in reversed(self.state.versions):
+            if known.version == version:
+                return known
+        raise UnknownVersion(
+            f"version {version} is not known: {self.state.next_version - 1} was handed out last, and the last "
+            f"{KEPT_VERSIONS} are remembered"
+        )
+
+    def announced(self) -> list[Version]:
+        """Those that were announced, the newest first."""
+        return [known for known in reversed(self.state.versions) if known.announced_at]
+
+    # -- the publisher ------------------------------------------------------------------------------------------------
+
+    def allocate(self, *, step: int, digest: str, reason: str, publisher: str, now: float) -> Version:
+        """The version for these weights."""
+        self._refuse_retired(publisher)
+        state = self.state
+        newest = next((known for known in reversed(state.versions) if known.publisher == publisher), None)
+        if newest and newest.phase in ("allocated", "announced") and (newest.step, newest.digest) == (step, digest):
+            return newest
+        if state.publisher not in ("", publisher):
+            state.retired = [*state.retired, state.publisher][-KEPT_PUBLISHERS:]
+            state.group = None  # it died with its publisher
+        state.publisher = publisher
+        for known in state.versions:
+            self._overtake(known, now)
+        fresh = Version(state.next_version, step, digest, reason, publisher, now)
+        state.next_version += 1
+        state.versions = [*state.versions, fresh][-KEPT_VERSIONS:]
+        return fresh
+
+    def announce(
+        self, version: int, *, publisher: str, epoch: int, host: str, port: int, alive: Set[str] | None, now: float
+    ) -> Version:
+        """The publisher is ready to send: form the group and start the clock of the deadline. Repeating changes nothing.
+
+        `epoch` is the group that the publisher still has (0: none), `host` and `port` where it would meet a new one.
+        `alive` None: not known, so nobody is put out.
+        """
+        known = self._own(version, publisher)
+        if known.phase != "allocated":
+            return known
+        if alive is not None:
+            self._put_out(member for member in self.state.members if self._missing(member, alive, now))
+            self.state.held = {replica: held for replica, held in self.state.held.items() if replica in alive}
+        known.group = self._form_group(epoch, host, port)
+        known.phase, known.announced_at, known.deadline = "announced", now, now + self.timeout_s
+        return known
+
+    def finish(
+        self, version: int, *, publisher: str, ok: bool, error: str, seconds: dict[str, float], now: float
+    ) -> Version:
+        """The publisher's result of the broadcast. Repeating it changes nothing."""
+        known = self._own(version, publisher)
+        if known.phase == "allocated":
+            raise VersionError(f"version {version} was not announced, so it has no result yet")
+        if not known.result:
+            known.result, known.error, known.seconds = ("ok" if ok else "failed"), error, seconds
+            if not ok:
+                self._break_group(known)
+                known.deadline = min(known.deadline, now + FAILED_GRACE_S)
+            self._settle(known)
+        return known
+
+    # -- the members --------------------------------------------------------------------------------------------------
+
+    def join(self, replica: str, *, incarnation: str, world_size: int, now: float) -> Member:
+        """Into the group from the next version on. Repeating it changes nothing."""
+        if world_size < 1:
+            raise VersionError(f"replica {replica}: world_size {world_size}, must be at least 1")
+        member = Member(replica, incarnation, world_size, now)
+        for known in self.state.members:
+            if known == member:
+                return known
+        self._put_out(known for known in self.state.members if known.replica == replica)
+        self.state.members = [*self.state.members, member]
+        return member
+
+    def leave(self, replica: str, incarnation: str) -> int:
+        """Out of the group from the next version on. Returns the version that still waits for it, 0 if none does.
+
+        A process group cannot lose a member half way, so whoever leaves in the middle of a broadcast should finish that one.
+        """
+        leaving = [m for m in self.state.members if (m.replica, m.incarnation) == (replica, incarnation)]
+        self.state.members = [member for member in self.state.members if member not in leaving]
+        waiting = [
+            known.version
+            for known in self.state.versions
+            if known.phase == "announced" and any(member in leaving for member in known.awaited())
+        ]
+        return max(waiting, default=0)
+
+    def received(self, record: Received, seq: int) -> str:
+        """Fold an answer from the weights stream. Returns what is wrong with it, '' if nothing is."""
+        self.state.received_seq = max(self.state.received_seq, seq)
+        try:
+            known = self.get(record.version)
+        except UnknownVersion as error:
+            return str(error)
+        right = record.digest == known.digest
+        if record.ok and right:
+            self.state.held[record.replica] = record.version
+        if known.answers.get(record.replica, "failed") == "failed":
+            known.answers[record.replica] = record.how if record.ok and right else "failed"
+        in_group = known.group is not None and record.replica in known.group.ranks()
+        if in_group and known.answers[record.replica] != "broadcast":
+            self._break_group(known)
+        self._settle(known)
+        return "" if right or not record.ok else f"digest {record.digest} is not that of version {record.version}"
+
+    def tick(self, now: float, alive: Set[str] | None) -> list[str]:
+        """Leave behind whoever missed a deadline or died. Returns the replicas that were put out."""
+        out: set[str] = set()
+        for known in self.state.versions:
+            if known.phase != "announced":
+                continue
+            late = now >= known.deadline
+            lost = [m for m in known.awaited() if late or (alive is not None and self._missing(m, alive, now))]
+            out |= {member.replica for member in lost}
+            self._put_out(lost)
+            if late and not known.result:
+                known.result, known.error = "failed", "the publisher gave no result by the deadline"
+                self._break_group(known)
+            self._settle(known)
+        return sorted(out)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _missing(self, member: Member, alive: Set[str], now: float) -> bool:
+        """Its heartbeat is gone, and it has been here long enough to have shown one."""
+        return member.replica not in alive and now - member.joined_at >= self.heartbeat_ttl_s
+
+    def _refuse_retired(self, publisher: str) -> None:
+        if publisher in self.state.retired:
+            raise Superseded("this publisher was replaced by a newer trainer process and must stop")
+
+    def _own(self, version: int, publisher: str) -> Version:
+        self._refuse_retired(publisher)
+        known = self.get(version)
+        if known.publisher != publisher:
+            raise Superseded(f"version {version} belongs to another publisher")
+        if known.phase == "abandoned":
+            raise Superseded(f"version {version} was overtaken by a later one before it was announced")
+        return known
+
+    def _form_group(self, epoch: int, host: str, port: int) -> Group | None:
+        state = self.state
+        members = sorted(state.members, key=lambda member: member.replica)
+        if not members:
+            state.group = None
+        elif state.group is None or state.group.epoch != epoch or state.group.members != members:
+            state.epoch += 1
+            state.group = Group(state.epoch, state.publisher, host, port, members)
+        return state.group
+
+    def _overtake(self, known: Version, now: float) -> None:
+        """A later version is asked for: nobody waits for this one any more."""
+        if known.phase == "allocated":
+            known.phase = "abandoned"
+        elif known.phase == "announced":
+            if not known.clean():
+                self._break_group(known)
+                self._put_out(known.awaited() if now >= known.deadline else [])
+            known.phase = "settled"
+
+    def _break_group(self, known: Version) -> None:
+        """Something failed in its process group, which is then of no further use to anybody."""
+        if self.state.group and known.group and self.state.group.epoch == known.group.epoch:
+            self.state.group = None
+
+    def _put_out(self, members: Iterable[Member]) -> None:
+        out = list(members)
+        self.state.members = [member for member in self.state.members if member not in out]
+        for known in self.state.versions:
+            left = [member for member in known.awaited() if member in out]
+            if known.phase == "announced" and left:
+                known.dropped = sorted({*known.dropped, *(member.replica for member in left)})
+                self._break_group(known)
+                self._settle(known)
+
+    def _settle(self, known: Version) -> None:
+        if known.phase == "announced" and known.result and not known.awaited():
+            known.phase = "settled"
