@@ -28,11 +28,12 @@ from typing import Any, TypeVar
 
 from shared import config as run_config
 from shared.config import ConfigError, RunConfig
-from shared.jetstream import BrokerUnavailable, Connection, NotJetStream
+from shared.errors import AlreadyActive, BrokerUnavailable, BucketMissing, LeaseLost, NotJetStream, TransportError
+from shared.jetstream import Connection
 from shared.kv import KV
 from shared.metrics import Events, Metrics
 from shared.records import Heartbeat
-from shared.registry import AlreadyActive, Registry
+from shared.registry import Registry
 from shared.subjects import Subjects
 from shared.transfer_queue import TransferQueue
 
@@ -41,7 +42,7 @@ log = logging.getLogger("slipstream")
 T = TypeVar("T")
 
 CONNECT_DEADLINE_S = 10.0
-CONFIG_DEADLINE_S = 60.0
+CONFIG_DEADLINE_S = 30.0
 STATE_POLL_S = 1.0
 BEAT_EVERY_S = 2.0
 
@@ -87,22 +88,25 @@ class Context:
         if now - self._beaten < BEAT_EVERY_S and state == self._last_state:
             return
         self._beaten, self._last_state = now, state
-        await self.registry.beat(
-            Heartbeat(
-                service=self.service,
-                replica=self.replica,
-                state=state,
-                progress=self._progress,
-                version=version,
-                step=step,
-                detail=detail,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                started=self.started,
-                at=time.time(),
-            )
+        heartbeat = Heartbeat(
+            service=self.service,
+            replica=self.replica,
+            state=state,
+            progress=self._progress,
+            version=version,
+            step=step,
+            detail=detail,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=self.started,
+            at=time.time(),
         )
-        self.metrics.emit(step=step if step >= 0 else None)
+        try:
+            await self.registry.beat(heartbeat)
+        except LeaseLost:
+            raise
+        except TransportError as error:  # the broker is away: work that needs it waits by itself
+            log.warning("no heartbeat: %s", error)
 
     async def stop_or(self, awaitable: Awaitable[T], timeout_s: float | None = None) -> T | None:
         """The awaitable's result, or None once the service is to stop or the time is up (the awaitable is cancelled then)."""
@@ -142,7 +146,7 @@ def run_service(
         return _leave(2, str(error))
     except (BrokerUnavailable, NotJetStream) as error:
         return _leave(3, str(error))
-    except AlreadyActive as error:
+    except (AlreadyActive, LeaseLost) as error:
         return _leave(4, str(error))
     except ServiceFailed as error:
         return _leave(1, str(error))
@@ -157,32 +161,33 @@ async def _live(service: str, main: Callable[[Context], Awaitable[None]], url: s
     subjects = Subjects(run)
     connection = await Connection.open(url, name=f"{run}/{replica}", deadline_s=CONNECT_DEADLINE_S)
     try:
-        kv = await KV.open(connection, subjects.config_bucket)
-        config = await _wait_for_config(kv, run)
+        kv, config = await _wait_for_run(connection, subjects)
         queue = TransferQueue(connection, subjects)
         await queue.ensure_streams(config)
-        registry = Registry(
-            await KV.open(connection, subjects.services_bucket, ttl=True), replica=replica, ttl_s=config.heartbeat_ttl_s
-        )
-        context = Context(service, replica, config, connection, queue, kv, registry)
-        return await _work(context, main)
+        registry = await Registry.open(connection, subjects, ttl_s=config.heartbeat_ttl_s)
+        try:
+            return await _work(Context(service, replica, config, connection, queue, kv, registry), main)
+        finally:
+            await queue.close()
     finally:
         await connection.close()
 
 
-async def _wait_for_config(kv: KV, run: str) -> RunConfig:
+async def _wait_for_run(connection: Connection, subjects: Subjects) -> tuple[KV, RunConfig]:
+    """The run's bucket and config, which `slipstream up` writes. A service may be started before it."""
     deadline = time.monotonic() + CONFIG_DEADLINE_S
-    told = False
-    while (entry := await kv.get("config")) is None:
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"no run named {run!r} on this broker after {CONFIG_DEADLINE_S:.0f} s; start it with `slipstream up`"
-            )
-        if not told:
-            log.info("waiting for the config of run %r", run)
-            told = True
-        await asyncio.sleep(0.2)
-    return run_config.loads(entry[0])
+    while time.monotonic() < deadline:
+        try:
+            kv = await KV.open(connection, subjects.config_bucket, create=False)
+        except BucketMissing:
+            kv = None
+        if kv is not None and (entry := await kv.get("config")) is not None:
+            return kv, run_config.loads(entry[0])
+        log.info("waiting for the config of run %r", subjects.run)
+        await asyncio.sleep(1.0)
+    raise ConfigError(
+        f"no run named {subjects.run!r} on this broker after {CONFIG_DEADLINE_S:.0f} s; check --run, or start it with `slipstream up`"
+    )
 
 
 async def _work(context: Context, main: Callable[[Context], Awaitable[None]]) -> int:
@@ -194,9 +199,9 @@ async def _work(context: Context, main: Callable[[Context], Awaitable[None]]) ->
         await context.beat("starting")
         await main(context)
         context.metrics.emit()
-        await context.registry.leave()
+        await context.registry.leave(context.service, context.replica)
         return 0
-    except (AlreadyActive, ConfigError):
+    except (AlreadyActive, LeaseLost, ConfigError):
         raise
     except Exception as error:
         await asyncio.wait_for(context.events.publish("failed", f"{type(error).__name__}: {error}"), CONNECT_DEADLINE_S)
@@ -212,8 +217,8 @@ async def _watch_state(context: Context) -> None:
         await asyncio.sleep(STATE_POLL_S)
         try:
             entry = await context.kv.get("state")
-        except (TimeoutError, BrokerUnavailable) as error:
-            log.warning("the broker does not answer (%s); waiting for it", error)
+        except TransportError as error:
+            log.warning("the broker does not answer: %s", error)
             continue
         if entry is not None and entry[0] != b"running":
             log.info("the run is over: %s", entry[0].decode())

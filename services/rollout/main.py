@@ -1,0 +1,171 @@
+"""The rollout service: fetch verified weights, start an engine on them, then turn prompts into groups with samples.
+
+    connect -> bootstrap (newest snapshot, verified) -> engine -> pull a prompt -> wait for its min_step -> sample -> hand on -> ack
+
+Guarantees: a prompt is pulled only when there is a free slot for it; it is started only under verified weights of its
+`min_step` or newer; it is acknowledged only after its samples are stored as a reward request; a prompt that this replica cannot
+finish goes back to the queue at once. If the engine dies, the replica starts another one from the newest weights and carries on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from pathlib import Path
+
+from services.rollout.engines.client import EngineClient, EngineDead, EngineError
+from services.rollout.engines.process import EngineProcess
+from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
+from services.rollout.weights import WeightReceiver
+from shared import wire
+from shared.pull import Delivery
+from shared.records import Group, Receipt, ints
+from shared.service import Context
+from shared.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+BACK_OFF_S = (1.0, 2.0, 5.0, 15.0)
+
+
+async def main(ctx: Context) -> None:
+    """Serve with one engine after another until told to stop."""
+    deaths = 0
+    with tempfile.TemporaryDirectory(prefix=f"{ctx.replica}-") as cache:
+        while not ctx.stopping.is_set():
+            try:
+                await _with_engine(ctx, Path(cache))
+            except EngineDead as error:
+                await ctx.events.publish("engine_died", str(error))
+                await ctx.sleep(BACK_OFF_S[min(deaths, len(BACK_OFF_S) - 1)])
+                deaths += 1
+
+
+async def _with_engine(ctx: Context, cache: Path) -> None:
+    receiver = WeightReceiver(ctx, cache)
+    await ctx.beat("fetching weights")
+    if (start := await receiver.bootstrap()) is None:
+        return
+    await ctx.beat("starting engine")
+    process = await EngineProcess.start_for(ctx.config, start.folder)
+    try:
+        async with EngineClient(process.url) as engine:
+            await receiver.attach(engine, start)
+            await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)
+            await Worker(ctx, engine, receiver, Tokenizer(start.folder)).run()
+            await receiver.leave()
+    finally:
+        await process.stop()
+
+
+class Worker:
+    """Runs up to `rollout.max_running_groups` groups at once on one engine."""
+
+    def __init__(self, ctx: Context, engine: EngineClient, receiver: WeightReceiver, tokenizer: Tokenizer) -> None:
+        self.ctx, self.engine, self.receiver, self.tokenizer = ctx, engine, receiver, tokenizer
+        self.running: set[asyncio.Task[None]] = set()
+        self.groups = self.samples = self.tokens = 0
+
+    async def run(self) -> None:
+        """Pull while there are free slots; stop pulling when told to, and drain."""
+        ctx, options = self.ctx, self.ctx.config.rollout
+        puller = await ctx.queue.pull("prompts", "rollout", prefetch=0, max_deliveries=options.max_deliveries)
+        following = asyncio.create_task(self.receiver.run())
+        try:
+            while not ctx.stopping.is_set():
+                await self._beat()
+                for task in [task for task in (*self.running, following) if task.done()]:
+                    self.running.discard(task)
+                    task.result()
+                if len(self.running) >= options.max_running_groups:
+                    await asyncio.wait({*self.running, following}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                with ctx.metrics.wait("prompts"):
+                    delivery = await ctx.stop_or(puller.next(POLL_S))
+                if delivery is not None:
+                    self.running.add(asyncio.create_task(self._episode(delivery)))
+        finally:
+            await puller.stop()
+            await self._drain()
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        await self.ctx.beat(
+            "sampling" if self.running else "idle",
+            progress=self.groups,
+            version=self.receiver.version,
+            step=self.receiver.step,
+            running=len(self.running),
+        )
+        self.ctx.metrics.emit(
+            groups_total=self.groups, samples_total=self.samples, tokens_total=self.tokens, running=len(self.running)
+        )
+
+    async def _drain(self) -> None:
+        """Let what is running finish; whatever does not in time goes back to the queue."""
+        if self.running:
+            _, late = await asyncio.wait(self.running, timeout=self.ctx.config.drain_timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*self.running, return_exceptions=True)
+
+    async def _episode(self, delivery: Delivery) -> None:
+        """One group, from its prompt to the stored reward request."""
+        try:
+            group = wire.decode(delivery.data, Group)
+            await self._sample(group, delivery)
+        except EngineDead:
+            await delivery.nak()
+            raise
+        except Aborted as error:
+            log.info("%s: %s; it will be sampled again", delivery.msg_id, error)
+            await delivery.nak()
+        except (wire.WireError, EngineError, EpisodeError) as error:
+            await self.ctx.events.publish("episode_failed", str(error), group=delivery.msg_id, delivery=delivery.delivered)
+            await delivery.nak(1.0)
+        except asyncio.CancelledError:
+            await delivery.nak()
+            raise
+
+    async def _sample(self, group: Group, delivery: Delivery) -> None:
+        ctx, config = self.ctx, self.ctx.config
+        prompt_ids = self.tokenizer.encode_prompt(group.prompt)
+        if len(prompt_ids) > config.sampling.max_prompt_tokens:
+            await self._drop(group, f"{len(prompt_ids)} tokens, sampling.max_prompt_tokens is {config.sampling.max_prompt_tokens}")
+            await delivery.ack()
+            return
+        while not await self.receiver.wait_step(group.min_step, POLL_S):
+            if ctx.stopping.is_set():
+                await delivery.nak()
+                return
+        started = time.time()
+        request = generate_request(group, prompt_ids, self.tokenizer.eos_id, f"{ctx.replica}-{delivery.delivered}")
+        answers = await self.engine.generate(request, timeout_s=config.rollout.request_timeout_s)
+        group.prompt_ids = ints(prompt_ids)
+        group.samples = collect(answers, group.sampling.n, self.tokenizer, self.receiver.step_of)
+        group.replica = ctx.replica
+        group.times |= {"started": started, "sampled": time.time()}
+        await ctx.queue.publish(ctx.subjects.reward_requests, group, msg_id=group.id)
+        await delivery.ack()
+        self.groups += 1
+        self.samples += group.sampling.n
+        self.tokens += len(group.samples.ids)
+
+    async def _drop(self, group: Group, why: str) -> None:
+        ctx = self.ctx
+        await ctx.events.publish("dropped", f"{group.id}: prompt_too_long: {why}", group=group.id, reason="prompt_too_long")
+        receipt = Receipt(
+            "dropped" if group.kind == "train" else "evaluated",
+            group.id,
+            issue=group.issue,
+            seat=group.seat,
+            min_step=group.min_step,
+            reason="prompt_too_long",
+            replica=ctx.replica,
+            at=time.time(),
+        )
+        await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"dropped:{group.id}")
