@@ -1,0 +1,300 @@
+"""Qwen3 dense forward on plain torch, over the weights of a Hugging Face folder.
+
+Owns the parameters (fused as the matrix products want them) and their Hugging Face names. Guarantees:
+* logits and greedy tokens equal those of `transformers` up to rounding (tests/rollout/test_light_model.py);
+* a row's result does not depend on the rows beside it: callers keep `MIN_ROWS` rows and lengths in multiples of
+  `LENGTH_UNIT`, because below and between those the CPU's matrix kernels sum in another order
+  (tests/rollout/test_light_engine.py, seeded sampling);
+* every parameter can be read and written under its Hugging Face name (`parameters`), whatever the fused layout is.
+
+The rotary pairs of q and k are stored interleaved, so that rotation is one complex product; q·k does not change when both
+are permuted alike, and `parameters` shows the Hugging Face order.
+
+Shapes: B rows, T tokens, N = B*T, E hidden, F feed-forward, H query heads, G key-value heads, D head size, V vocabulary, L cached
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+
+MIN_ROWS = 4
+LENGTH_UNIT = 16
+KNOWN = ("Qwen3ForCausalLM",)
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelError(ValueError):
+    """The folder cannot be served. The text names the file or field and what is known."""
+
+
+def round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the forward needs of config.json and generation_config.json."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    tied: bool
+    eos_ids: frozenset[int]
+    dtype: torch.dtype
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelConfig:
+        raw = _json(folder / "config.json")
+        architectures = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
+        if architectures[0] not in KNOWN:
+            raise ModelError(
+                f"{folder}: the light engine does not know {architectures[0]}; it knows {', '.join(KNOWN)} "
+                "(dense); serve other models with engine: sglang"
+            )
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        _refuse_variants(folder, raw, rope)
+        generation = folder / "generation_config.json"
+        eos = (_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+        dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+        return cls(
+            architecture=architectures[0],
+            layers=_number(folder, raw, "num_hidden_layers"),
+            hidden=_number(folder, raw, "hidden_size"),
+            feed_forward=_number(folder, raw, "intermediate_size"),
+            heads=_number(folder, raw, "num_attention_heads"),
+            kv_heads=_number(folder, raw, "num_key_value_heads"),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            vocab=_number(folder, raw, "vocab_size"),
+            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            max_positions=int(raw.get("max_position_embeddings", 32768)),
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            eos_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+            dtype=DTYPES.get(dtype, torch.float32),
+        )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}); a Hugging Face model folder is needed") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return value
+
+
+def _number(folder: Path, raw: dict[str, Any], key: str) -> int:
+    if not isinstance(raw.get(key), int):
+        raise ModelError(f"{folder / 'config.json'}: {key} is missing or not a whole number")
+    return raw[key]
+
+
+def _refuse_variants(folder: Path, raw: dict[str, Any], rope: dict[str, Any]) -> None:
+    variants = {
+        "attention_bias": raw.get("attention_bias", False) is not False,
+        "use_sliding_window": raw.get("use_sliding_window", False) is not False,
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "rope_parameters.rope_type": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "quantization_config": raw.get("quantization_config") is not None,
+    }
+    wrong = [name for name, is_wrong in variants.items() if is_wrong]
+    if wrong:
+        raise ModelError(
+            f"{folder / 'config.json'}: {', '.join(wrong)}: only the plain Qwen3 form is known to the light engine "
+            "(no biases, no sliding window, silu, default rope, no quantization); serve this model with engine: sglang"
+        )
+
+
+class Cache(Protocol):
+    """Where a forward pass leaves keys and values and what it attends to: `kv_cache.Prefill` and `kv_cache.Decode`."""
+
+    def attend(self, layer: int, q_NHD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:
+        """Store the new keys and values; the attention's result [N, H*D]."""
+        ...
+
+
+@dataclass(slots=True)
+class Layer:
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qk_norm: torch.Tensor
+    out: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A live parameter under its Hugging Face name: `view` shows it in the fused storage, perhaps with more dimensions."""
+
+    view: torch.Tensor
+    shape: tuple[int, ...]
+    repeated: bool = False
+    """The view's first axis repeats the same values (a norm that all heads share)."""
+
+    @torch.inference_mode()
+    def write(self, tensor: torch.Tensor) -> None:
+        self.view.copy_(tensor.reshape(self.view.shape[1:] if self.repeated else self.view.shape))
+
+    @torch.inference_mode()
+    def read(self) -> torch.Tensor:
+        """A copy in the Hugging Face shape."""
+        return (self.view[0] if self.repeated else self.view).reshape(self.shape).clone()
+
+
+class Qwen3:
+    """The model: `hidden` runs all layers over new tokens, `logits` the head over chosen rows."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self.parameters: dict[str, Parameter] = {}
+        c = config
+        self.embed = self._add("model.embed_tokens.weight", (c.vocab, c.hidden))
+        self.layers = [self._layer(i) for i in range(c.layers)]
+        self.final_norm = self._add("model.norm.weight", (c.hidden,))
+        self.head = self.embed if c.tied else self._add("lm_head.weight", (c.vocab, c.hidden))
+        self._rotations = _rotations(c, device)
+
+    def _add(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._empty(*shape)
+        self.parameters[name] = Parameter(tensor, shape)
+        return tensor
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def _layer(self, index: int) -> Layer:
+        c, prefix = self.config, f"model.layers.{index}."
+        half, q, kv = c.head_dim // 2, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        qkv = self._empty(q + 2 * kv, c.hidden)
+        qk_norm = self._empty(c.heads + c.kv_heads, c.head_dim)
+        gate_up = self._empty(2 * c.feed_forward, c.hidden)
+        query = qkv[:q].view(c.heads, half, 2, c.hidden).transpose(1, 2)
+        key = qkv[q : q + kv].view(c.kv_heads, half, 2, c.hidden).transpose(1, 2)
+        norms = qk_norm.view(-1, half, 2).transpose(1, 2)
+        self.parameters |= {
+            prefix + "self_attn.q_proj.weight": Parameter(query, (q, c.hidden)),
+            prefix + "self_attn.k_proj.weight": Parameter(key, (kv, c.hidden)),
+            prefix + "self_attn.v_proj.weight": Parameter(qkv[q + kv :], (kv, c.hidden)),
+            prefix + "self_attn.q_norm.weight": Parameter(norms[: c.heads], (c.head_dim,), repeated=True),
+            prefix + "self_attn.k_norm.weight": Parameter(norms[c.heads :], (c.head_dim,), repeated=True),
+            prefix + "mlp.gate_proj.weight": Parameter(gate_up[: c.feed_forward], (c.feed_forward, c.hidden)),
+            prefix + "mlp.up_proj.weight": Parameter(gate_up[c.feed_forward :], (c.feed_forward, c.hidden)),
+        }
+        return Layer(
+            input_norm=self._add(prefix + "input_layernorm.weight", (c.hidden,)),
+            qkv=qkv,
+            qk_norm=qk_norm,
+            out=self._add(prefix + "self_attn.o_proj.weight", (c.hidden, q)),
+            post_norm=self._add(prefix + "post_attention_layernorm.weight", (c.hidden,)),
+            gate_up=gate_up,
+            down=self._add(prefix + "mlp.down_proj.weight", (c.hidden, c.feed_forward)),
+        )
+
+    def check(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Why a tensor cannot be loaded under this name, or None."""
+        known = self.parameters.get(name)
+        if known is None:
+            return f"{name}: the model has no such parameter (names are those of the Hugging Face folder)"
+        if tuple(shape) != known.shape:
+            return f"{name}: shape {list(shape)}, the model has {list(known.shape)}"
+        return None
+
+    @torch.inference_mode()
+    def hidden(self, ids_N: torch.Tensor, positions_N: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The last layer's states [N, E] of new tokens; their keys and values go to the cache."""
+        c = self.config
+        rotation_N = self._rotations.index_select(0, positions_N).unsqueeze(1)
+        x_NE = self.embed.index_select(0, ids_N)
+        rotated = c.heads + c.kv_heads
+        for index, layer in enumerate(self.layers):
+            h = F.rms_norm(x_NE, (c.hidden,), layer.input_norm, c.norm_eps)
+            qkv_N3D = F.linear(h, layer.qkv).view(-1, rotated + c.kv_heads, c.head_dim)
+            qk = F.rms_norm(qkv_N3D[:, :rotated], (c.head_dim,), None, c.norm_eps).mul_(layer.qk_norm)
+            qk = _rotate(qk, rotation_N)
+            attended = cache.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv_N3D[:, rotated:])
+            x_NE = x_NE + F.linear(attended, layer.out)
+            h = F.rms_norm(x_NE, (c.hidden,), layer.post_norm, c.norm_eps)
+            gate, up = F.linear(h, layer.gate_up).split(c.feed_forward, -1)
+            x_NE = x_NE + F.linear(F.silu(gate).mul_(up), layer.down)
+        return x_NE
+
+    @torch.inference_mode()
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] in float32. Pads to MIN_ROWS rows for the matrix product."""
+        rows = hidden_NE.shape[0]
+        if rows < MIN_ROWS:
+            hidden_NE = F.pad(hidden_NE, (0, 0, 0, MIN_ROWS - rows))
+        h = F.rms_norm(hidden_NE, (self.config.hidden,), self.final_norm, self.config.norm_eps)
+        return F.linear(h, self.head)[:rows].float()
+
+
+def _rotations(config: ModelConfig, device: torch.device) -> torch.Tensor:
+    """e^(i * position * frequency), [positions, D/2], computed in float32 as transformers does."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequency = 1.0 / (config.rope_theta**exponent)
+    # Padding may reach beyond the last position.
+    positions = torch.arange(round_up(config.max_positions, LENGTH_UNIT))
+    angle = torch.outer(positions.float(), frequency)
+    return torch.polar(torch.ones_like(angle), angle).to(device)
+
+
+def _rotate(x_NHD: torch.Tensor, rotation_N: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x_NHD.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation_N).flatten(-2).to(x_NHD.dtype)
+
+
+def load(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Qwen3:
+    """The model in `folder`. `dtype` None takes the folder's own. Raises ModelError."""
+    config = ModelConfig.read(folder)
+    model = Qwen3(config, device, dtype or config.dtype)
+    for name, tensor in read_tensors(folder, model):
+        model.parameters[name].write(tensor)
+    return model
+
+
+def read_tensors(folder: Path, model: Qwen3) -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a Hugging Face folder, checked against the model: every parameter is there, and none that it lacks."""
+    found: dict[str, torch.Tensor] = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                found.update((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118 - a safetensors file is no mapping
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: cannot be read ({error})") from error
+    if model.config.tied:
+        found.pop("lm_head.weight", None)  # some folders store the shared matrix twice
+    problems = [why for name, tensor in found.items() if (why := model.check(name, tuple(tensor.shape)))]
+    problems += [f"{name}: missing" for name in model.parameters if name not in found]
+    if problems:
+        raise ModelError(f"{folder}: the weights do not fit config.json: {'; '.join(problems[:5])}")
+    return list(found.items())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX_FILE).exists():
+        return [folder / name for name in sorted(set(_json(folder / INDEX_FILE)["weight_map"].values()))]
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    raise ModelError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors")
