@@ -1,0 +1,1 @@
+"""The trainer service: owns the policy, its optimiser and its checkpoints."""

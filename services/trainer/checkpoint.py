@@ -1,0 +1,210 @@
+"""Checkpoints that a crash cannot spoil.
+
+A checkpoint is a folder `checkpoint-<sequence>-step-<step>` with the tensors (safetensors), everything else (msgpack) and a
+manifest with size and sha256 of both. It is written under another name, synced, renamed in one step, and the parent folder
+is synced: it is there completely or not at all, and saving never touches an older one. `sequence` only grows, so the newest
+is known even after a rollback to an earlier step. The newest `keep` stay; older ones go after the new one is durable.
+
+Loading verifies every digest. A damaged checkpoint is set aside (renamed to `damaged-...`) and reported, and the one before
+it is used; if checkpoints exist but none is whole, that is an error and not a fresh start. A full disk is a `DiskFullError`.
+Enforced by tests/trainer/test_checkpoint.py, which kills the process while it saves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from services.trainer.tensorfile import DiskFullError, Spec, TensorWriter, disk_errors, fsync_folder
+
+FORMAT = 1
+TENSORS, META, MANIFEST = "state.safetensors", "meta.msgpack", "manifest.msgpack"
+NAME = re.compile(r"checkpoint-(\d{8})-step-(\d{8})")
+UNFINISHED, DAMAGED = "saving-", "damaged-"
+
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "Damage", "DiskFullError", "Entry"]
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint can be loaded, though there are some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint on the disk, not yet verified."""
+
+    sequence: int
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A checkpoint that was found unusable and set aside."""
+
+    path: Path
+    """Where it lies now."""
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint in memory."""
+
+    entry: Entry
+    tensors: dict[str, torch.Tensor]
+    meta: dict[str, Any]
+    damaged: tuple[Damage, ...]
+    """Newer ones that had to be passed over."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run in one folder. One process at a time may save."""
+
+    def __init__(self, folder: str | Path, keep: int = 2) -> None:
+        self.folder = Path(folder)
+        self.keep = max(1, keep)
+
+    def entries(self) -> list[Entry]:
+        """All complete checkpoints, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = ((NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return sorted(
+            (Entry(int(match[1]), int(match[2]), path) for match, path in found if match),
+            key=lambda entry: entry.sequence,
+        )
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Entry:
+        """Write a checkpoint; when this returns it is durable. `meta` is what msgpack can hold."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        entries = self.entries()
+        sequence = entries[-1].sequence + 1 if entries else 1
+        target = self.folder / f"checkpoint-{sequence:08d}-step-{step:08d}"
+        unfinished = self.folder / f"{UNFINISHED}{target.name}"
+        self._remove_unfinished()
+        unfinished.mkdir()
+        try:
+            files = {TENSORS: _write_tensors(unfinished / TENSORS, tensors)}
+            packed = msgpack.packb({"format": FORMAT, "step": step, "meta": dict(meta)}, use_bin_type=True)
+            files[META] = _write(unfinished / META, packed)
+            _write(unfinished / MANIFEST, msgpack.packb({"format": FORMAT, "files": files}, use_bin_type=True))
+            fsync_folder(unfinished)
+            os.rename(unfinished, target)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        fsync_folder(self.folder)
+        for old in self.entries()[: -self.keep]:
+            # Renamed first: a crash halfway through must not leave a folder that looks like a checkpoint.
+            doomed = old.path.with_name(f"{UNFINISHED}{old.path.name}")
+            os.rename(old.path, doomed)
+            shutil.rmtree(doomed)
+        return Entry(sequence, step, target)
+
+    def load(self, step: int | None = None) -> Checkpoint | None:
+        """The newest whole checkpoint, or the newest of `step`. None: there has never been one."""
+        entries = self.entries()
+        candidates = [entry for entry in entries if step is None or entry.step == step]
+        if step is not None and not candidates:
+            known = ", ".join(str(entry.step) for entry in entries) or "none"
+            raise CheckpointError(f"{self.folder}: no checkpoint of step {step}; there are {known}")
+        damaged: list[Damage] = []
+        for entry in reversed(candidates):
+            try:
+                tensors, meta = _read(entry)
+            except (_Damaged, OSError) as error:
+                damaged.append(self._set_aside(entry, str(error)))
+                continue
+            return Checkpoint(entry, tensors, meta, tuple(damaged))
+        if damaged:
+            reasons = "; ".join(f"step {damage.step}: {damage.reason}" for damage in damaged)
+            raise CheckpointError(
+                f"{self.folder}: no checkpoint is whole ({reasons}). They lie beside it as {DAMAGED}*; restore a copy, or "
+                "remove them to start from the model folder again"
+            )
+        return None
+
+    def _set_aside(self, entry: Entry, reason: str) -> Damage:
+        aside = entry.path.with_name(f"{DAMAGED}{entry.path.name}")
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.rename(entry.path, aside)
+        return Damage(aside, entry.step, reason)
+
+    def _remove_unfinished(self) -> None:
+        for path in self.folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(path)
+
+
+class _Damaged(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    writer = TensorWriter(path, [Spec.of(name, tensor) for name, tensor in tensors.items()])
+    try:
+        for tensor in tensors.values():
+            writer.write(tensor)
+        return {"size": writer.nbytes, "sha256": writer.close()}
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _write(path: Path, data: bytes) -> dict[str, Any]:
+    with disk_errors(path, len(data)), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _read(entry: Entry) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    manifest = _unpack(entry.path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise _Damaged(f"{MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}")
+    for name in (TENSORS, META):
+        _verify(entry.path / name, manifest.get("files", {}).get(name, {}))
+    meta = _unpack(entry.path / META)
+    try:
+        tensors = load_file(entry.path / TENSORS)
+    except SafetensorError as error:
+        raise _Damaged(f"{TENSORS}: {error}") from error
+    return tensors, meta["meta"]
+
+
+def _verify(path: Path, expected: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise _Damaged(f"{path.name} is missing")
+    size = path.stat().st_size
+    if size != expected.get("size"):
+        raise _Damaged(f"{path.name} has {size} bytes instead of {expected.get('size')}")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected.get("sha256"):
+        raise _Damaged(f"{path.name}: sha256 differs, its content was altered")
+
+
+def _unpack(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise _Damaged(f"{path.name} is missing")
+    try:
+        unpacked = msgpack.unpackb(path.read_bytes(), raw=False, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _Damaged(f"{path.name} is not readable ({error})") from error
+    if not isinstance(unpacked, dict):
+        raise _Damaged(f"{path.name} does not hold a record")
+    return unpacked

@@ -1,0 +1,157 @@
+"""Which groups go into which update: the trainer's end of the advantages queue.
+
+Guarantees: every group is handed out at most once in a history of the weights, in the order of issue inside the window; what
+the checkpoint holds is acknowledged and skipped when it comes again; a group that breaks the staleness bound is dropped with
+reason `stale`, whatever let it get here; a message is acknowledged only by `covered`, after a checkpoint that holds its update,
+or once its drop is on record. Drops by others are learnt from the receipts, so that nobody waits for a group that will not come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.trainer.window import Window
+from shared import wire
+from shared.ledger import Ledger
+from shared.pull import Delivery, Puller
+from shared.records import Group, Receipt
+from shared.service import Context
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The trainer went back to the weights of `step`; versions below `version` that hold later steps are of a lost history."""
+
+    version: int
+    step: int
+
+
+def sample_steps(group: Group, rollbacks: list[Rollback]) -> np.ndarray:
+    """[G] the step of the oldest weights of each sample, counted in today's history: weights of a lost history count from
+    the last step that both share."""
+    assert group.samples is not None
+    samples = group.samples
+    steps = samples.span_step.copy()
+    for rollback in rollbacks:
+        lost = samples.span_version < rollback.version
+        steps[lost] = np.minimum(steps[lost], rollback.step)
+    oldest = np.full(len(samples.lengths), np.iinfo(np.int32).max, dtype="<i4")
+    np.minimum.at(oldest, samples.span_sample, steps)
+    return oldest
+
+
+class Intake:
+    """Hands out groups, update by update."""
+
+    def __init__(self, ctx: Context, window: Window[Group], rollbacks: list[Rollback]) -> None:
+        self.ctx, self.window, self.rollbacks = ctx, window, rollbacks
+        self.ledger = Ledger()
+        self._held: dict[str, Delivery] = {}
+        self._puller: Puller | None = None
+        self._news = asyncio.Event()
+
+    async def open(self) -> None:
+        """Take over the queue: whatever is not acknowledged is delivered anew, and an older trainer is fenced off."""
+        self._puller = await self.ctx.queue.pull(
+            "advantages", "trainer", prefetch=self.ctx.config.slots, recreate=True, max_deliveries=None
+        )
+        self._following = asyncio.create_task(self._follow_receipts())
+
+    async def close(self) -> None:
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        if self._puller is not None:
+            await self._puller.stop()
+
+    async def take(self, step: int) -> Group | None:
+        """The next group for update `step`, or None when the service is to stop."""
+        while not self.ctx.stopping.is_set():
+            if self._following.done():
+                self._following.result()
+            group = self.window.take()
+            if group is None:
+                await self._receive()
+            elif step - int(sample_steps(group, self.rollbacks).min()) > self.ctx.config.max_staleness:
+                await self._drop_stale(group, step)
+            else:
+                return group
+        return None
+
+    async def covered(self, group_ids: list[str]) -> None:
+        """A durable checkpoint holds these groups: acknowledge their messages."""
+        deliveries = [self._held.pop(group_id) for group_id in group_ids if group_id in self._held]
+        await asyncio.gather(*(delivery.ack() for delivery in deliveries))
+
+    async def _receive(self) -> None:
+        """One more message into the window, or the news of a drop, or nothing for a moment."""
+        assert self._puller is not None
+        self._news.clear()
+        arriving = asyncio.ensure_future(self._puller.next(POLL_S))
+        news = asyncio.ensure_future(self._news.wait())
+        try:
+            await self.ctx.stop_or(asyncio.wait({arriving, news}, return_when=asyncio.FIRST_COMPLETED), POLL_S)
+            if not arriving.done():
+                return
+            delivery = arriving.result()
+        finally:
+            news.cancel()
+            arriving.cancel()
+        if delivery is not None:
+            await self._take_in(delivery)
+
+    async def _take_in(self, delivery: Delivery) -> None:
+        try:
+            group = wire.decode(delivery.data, Group)
+            if group.samples is None or group.advantages is None or group.prompt_ids is None:
+                raise wire.WireError(f"{group.id}: no samples, advantages or prompt_ids")
+        except wire.WireError as error:
+            await self.ctx.queue.bury(delivery, "trainer", str(error))
+            return
+        if self.ledger.fate(group.id) == "dropped" or not self.window.offer(group.issue, group):
+            log.info("%s has its fate already: acknowledged and skipped", group.id)
+            await delivery.ack()
+            return
+        self._held[group.id] = delivery
+
+    async def _drop_stale(self, group: Group, step: int) -> None:
+        ctx = self.ctx
+        oldest = sample_steps(group, self.rollbacks)
+        await ctx.events.publish(
+            "dropped",
+            f"{group.id}: stale in update {step}",
+            group=group.id,
+            reason="stale",
+            oldest=int(oldest.min()),
+            step=step,
+        )
+        receipt = Receipt(
+            "dropped",
+            group.id,
+            issue=group.issue,
+            seat=group.seat,
+            min_step=group.min_step,
+            step=step,
+            reason="stale",
+            replica=group.replica,
+            sample_steps=oldest,
+            at=time.time(),
+        )
+        await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"dropped:{group.id}")
+        await self.covered([group.id])
+
+    async def _follow_receipts(self) -> None:
+        async for message, _ in self.ctx.queue.read("receipts", live=True):
+            receipt = wire.decode(message, Receipt)
+            self.ledger.apply(receipt)
+            if receipt.kind == "dropped" and receipt.issue >= 0:
+                self.window.drop(receipt.issue)
+                self._news.set()
