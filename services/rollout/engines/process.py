@@ -1,0 +1,205 @@
+"""An engine as a child process: started with a deadline, watched, ended with everything that it started.
+
+Guarantees: `start` returns an engine that answers `/ready`, or raises EngineStartError with the child's last words and leaves
+nothing running; the child never outlives `stop` (SIGTERM, then SIGKILL to its whole process group), and the light engine does not
+outlive this process either, however it dies. Options pass through to the engine under their own names. An engine kind is
+one function from (folder, options, host) to a `Launch`. tests/rollout/test_engine_process.py is its check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from services.rollout.engines.client import EngineClient
+from shared.config import RunConfig
+
+log = logging.getLogger(__name__)
+
+TAIL_LINES = 40
+READY_POLL_S = 0.05
+STOP_GRACE_S = 10.0
+SOURCE_ROOT = Path(__file__).resolve().parents[3]
+
+
+class EngineStartError(RuntimeError):
+    """The engine did not come up. The text holds its command and last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How an engine is started. `url` None: the child prints it on the line that matches `url_pattern`."""
+
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    url: str | None = None
+    url_pattern: str = r"ready at (http://\S+)"
+
+
+def light_command(model_dir: Path, options: Mapping[str, Any], host: str) -> Launch:
+    argv = [sys.executable, "-m", "services.rollout.engines.light", "--model", str(model_dir), "--host", host]
+    path = os.pathsep.join(filter(None, [str(SOURCE_ROOT), os.environ.get("PYTHONPATH", "")]))
+    threads = str(options.get("threads", 1))
+    return Launch(
+        argv + flags(options), env={"PYTHONPATH": path, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    )
+
+
+COMMANDS: dict[str, Callable[[Path, Mapping[str, Any], str], Launch]] = {"light": light_command}
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """{"max_total_tokens": 5, "verbose": True, "seed": None} -> --max-total-tokens 5 --verbose. False and None are left out."""
+    result: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        result.append("--" + name.lstrip("-").replace("_", "-"))
+        if isinstance(value, list | tuple):
+            result += [str(item) for item in value]
+        elif value is not True:
+            result.append(str(value))
+    return result
+
+
+class EngineProcess:
+    """A running engine: `url`, `pid`, `alive`, `await wait()`, `await stop()`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, launch: Launch) -> None:
+        self._process = process
+        self._launch = launch
+        self.url = launch.url or ""
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._url_told = asyncio.Event()
+        if self.url:
+            self._url_told.set()
+        self._readers = [
+            asyncio.create_task(self._drain(stream))
+            for stream in (process.stdout, process.stderr)
+            if stream is not None
+        ]
+
+    @classmethod
+    async def start(
+        cls,
+        kind: str,
+        model_dir: str | Path,
+        options: Mapping[str, Any] | None = None,
+        *,
+        host: str = "127.0.0.1",
+        ready_timeout_s: float = 120.0,
+    ) -> Self:
+        """Start an engine and wait until it is ready. Raises EngineStartError."""
+        if kind not in COMMANDS:
+            raise EngineStartError(f"rollout.engine: {kind!r} cannot be started here; known are {', '.join(COMMANDS)}")
+        launch = COMMANDS[kind](Path(model_dir), options or {}, host)
+        process = await asyncio.create_subprocess_exec(
+            *launch.argv,
+            env={**os.environ, **launch.env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a group of its own, so that the whole tree can be ended
+        )
+        engine = cls(process, launch)
+        try:
+            await engine._wait_ready(ready_timeout_s)
+        except BaseException:
+            await engine.stop(grace_s=0.0)
+            raise
+        return engine
+
+    @classmethod
+    async def start_for(cls, config: RunConfig, folder: str | Path, weight_version: str | None = None) -> Self:
+        """The engine that a run file asks for, on the weights in `folder`."""
+        rollout = config.rollout
+        own = rollout.light if rollout.engine == "light" else rollout.sglang
+        common = {"dtype": config.model.dtype, "device": rollout.device, "threads": rollout.threads}
+        options = {**common, "weight_version": weight_version, **own}
+        return await cls.start(rollout.engine, folder, options, ready_timeout_s=rollout.start_timeout_s)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    @property
+    def last_lines(self) -> str:
+        """The end of what the engine printed."""
+        return "\n".join(self._tail)
+
+    async def wait(self) -> int:
+        """Returns when the engine has ended, with its exit code (negative: the signal)."""
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
+        """End the engine and all that it started. Returns the exit code."""
+        if self.alive and grace_s > 0:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace_s)
+        # Children of the engine may be left even if it ended well.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        code = await self._process.wait()
+        await asyncio.gather(*self._readers)
+        return code
+
+    async def _drain(self, stream: asyncio.StreamReader) -> None:
+        """Keep the pipe empty, remember the last lines, and catch the URL."""
+        while True:
+            try:
+                raw = await stream.readline()
+            except ValueError:
+                continue  # a line longer than the reader's limit: that piece is dropped
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            self._tail.append(line)
+            log.debug("engine %d: %s", self.pid, line)
+            if not self._url_told.is_set() and (match := re.search(self._launch.url_pattern, line)):
+                self.url = match.group(1)
+                self._url_told.set()
+
+    async def _wait_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        ready = asyncio.create_task(self._ready())
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            await asyncio.wait({ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                return
+            if ended.done():
+                await asyncio.wait(self._readers, timeout=max(0.1, deadline - time.monotonic()))
+                raise EngineStartError(self._failure(f"ended with exit code {ended.result()} before it was ready"))
+            raise EngineStartError(self._failure(f"was not ready within {timeout_s:g} s"))
+        finally:
+            for task in (ready, ended):
+                task.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+
+    async def _ready(self) -> None:
+        await self._url_told.wait()
+        async with EngineClient(self.url, timeout_s=5.0) as client:
+            while not await client.ready():  # noqa: ASYNC110 - another process: there is no event to wait for
+                await asyncio.sleep(READY_POLL_S)
+
+    def _failure(self, what: str) -> str:
+        command = " ".join(self._launch.argv)
+        return f"the engine {what}: {command}\n{self.last_lines or '(it printed nothing)'}"
