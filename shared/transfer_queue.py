@@ -81,6 +81,11 @@ class TransferQueue:
                     raise
                 await self.connection.api(f"STREAM.UPDATE.{body['name']}", body, API_DEADLINE_S)
 
+    @property
+    def publish_refusals(self) -> int:
+        """How often a full stream refused a message that was then tried again."""
+        return self._bulk.refused_full + self._control.refused_full
+
     # Publishing
 
     def _publisher_of(self, subject: str) -> Publisher:
@@ -217,12 +222,12 @@ class TransferQueue:
 
     def _receive(self, delivery: Delivery, max_deliveries: int | None, stage: str) -> Any:
         if max_deliveries is not None and delivery.delivered > max_deliveries:
-            return self._bury(
+            return self.bury(
                 delivery, stage, f"delivered {delivery.delivered} times, at most {max_deliveries} are allowed"
             )
         return None
 
-    async def _bury(self, delivery: Delivery, stage: str, reason: str) -> bool:
+    async def bury(self, delivery: Delivery, stage: str, reason: str) -> bool:
         """Copy to the dead letters, drop the group in the ledger, then ack. Each step may be repeated: the ids are fixed."""
         try:
             payload, now, group_id = delivery.data, time.time(), delivery.msg_id

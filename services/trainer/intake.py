@@ -77,13 +77,12 @@ class Intake:
         while not self.ctx.stopping.is_set():
             if self._following.done():
                 self._following.result()
-            group = self.window.take()
-            if group is None:
-                await self._receive()
-            elif step - int(sample_steps(group, self.rollbacks).min()) > self.ctx.config.max_staleness:
+            for _, group in self.window.take(limit=1):
+                if step - int(sample_steps(group, self.rollbacks).min()) <= self.ctx.config.max_staleness:
+                    return group
                 await self._drop_stale(group, step)
-            else:
-                return group
+            with self.ctx.metrics.wait("groups"):
+                await self._receive()
         return None
 
     async def covered(self, group_ids: list[str]) -> None:
@@ -154,4 +153,5 @@ class Intake:
             self.ledger.apply(receipt)
             if receipt.kind == "dropped" and receipt.issue >= 0:
                 self.window.drop(receipt.issue)
+                await self.covered([receipt.group_id])
                 self._news.set()

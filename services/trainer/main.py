@@ -1,0 +1,203 @@
+"""The trainer service: take the groups of an update, accumulate their gradients as they arrive, step, publish, acknowledge.
+
+    begin (checkpoint, or model folder and supervised phase) -> publish weights -> for each update:
+    take P groups -> forward and backward, micro-batch by micro-batch -> update -> receipts and weights -> checkpoint -> ack
+
+Guarantees: one trainer a run (a lease); a receipt `trained` is written after the update that used the group; its message is
+acknowledged only when a checkpoint covers it; the weights of each step are published once as a new version; a batch without
+any signal is a step that changes no weight. Told to stop, it saves what it has, acknowledges that, and leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from services.trainer.algorithms import policy_loss
+from services.trainer.algorithms.reductions import finish, merge
+from services.trainer.batches import Packer, TrainSample
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.intake import Intake, Rollback, sample_steps
+from services.trainer.schedule import learning_rate
+from services.trainer.start import Interrupted, Start, begin, meta_of
+from services.trainer.weights import WeightPublisher
+from shared.records import Group, Receipt
+from shared.service import Context
+
+
+async def main(ctx: Context) -> None:
+    lease = await ctx.registry.claim("trainer", ctx.replica)
+    store = CheckpointStore(ctx.config.work_path / "checkpoints", ctx.config.trainer.checkpoint.keep)
+    try:
+        start = await begin(ctx, store)
+    except Interrupted as error:
+        await ctx.events.publish("interrupted", str(error))
+        return
+    publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
+    version = await publisher.publish(start.step, start.policy.hf_tensors(), "resume" if start.resumed else "start")
+    if start.resumed:
+        await roll_back(ctx, start, version)
+    intake = Intake(ctx, start.window, start.rollbacks)
+    await intake.open()
+    try:
+        await Training(ctx, start, store, publisher, intake, version).run()
+        await publisher.settled()
+    finally:
+        await intake.close()
+        await publisher.close()
+        await lease.release()
+
+
+async def roll_back(ctx: Context, start: Start, version: int) -> None:
+    """Put on record that updates after the checkpoint, if there were any, are undone."""
+    start.rollbacks.append(Rollback(version, start.step))
+    receipt = Receipt("rollback", step=start.step, detail={"version": version}, replica=ctx.replica, at=time.time())
+    await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"rollback:{version}")
+
+
+class Training:
+    """The loop. `step` counts finished updates."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        start: Start,
+        store: CheckpointStore,
+        publisher: WeightPublisher,
+        intake: Intake,
+        version: int,
+    ) -> None:
+        self.ctx, self.config = ctx, ctx.config
+        self.policy, self.step, self.version = start.policy, start.step, version
+        self.store, self.publisher, self.intake = store, publisher, intake
+        self.loss = policy_loss(ctx.config.algorithm)
+        self.window_state = intake.window.state()
+        self.uncovered: list[str] = []
+        self.saved_step = start.step
+
+    async def run(self) -> None:
+        while self.step < self.config.steps and not self.ctx.stopping.is_set():
+            began = time.monotonic()
+            batch = await self.accumulate()
+            if batch is None:
+                break
+            groups, sums = batch
+            rate = learning_rate(self.step, self.config.steps, self.config.trainer.optimizer)
+            with self.ctx.metrics.busy():
+                outcome = await self.ctx.compute(self.policy.update, sums["denominator"], rate)
+            self.step += 1
+            self.window_state = self.intake.window.state()
+            self.uncovered += [group.id for group in groups]
+            await self.tell(groups)
+            self.report(groups, {**finish(sums), **outcome, "step_s": time.monotonic() - began})
+            if self.step % self.config.trainer.checkpoint.every == 0 or self.step == self.config.steps:
+                await self.checkpoint()
+        if self.saved_step != self.step:
+            await self.checkpoint()
+
+    async def accumulate(self) -> tuple[list[Group], dict[str, float]] | None:
+        """The groups of the next update and the sums of their gradients, or None when the service is to stop."""
+        packer = Packer(self.config.trainer.micro_batch_tokens)
+        groups: list[Group] = []
+        parts: list[dict[str, float]] = []
+        while len(groups) < self.config.groups_per_step:
+            await self.beat("waiting for groups")
+            group = await self.intake.take(self.step)
+            if group is None:
+                self.policy.discard()
+                return None
+            groups.append(group)
+            full = [packed for sample in train_samples(group) for packed in packer.add(sample)]
+            if len(groups) == self.config.groups_per_step:
+                full += packer.flush()
+            for packed in full:
+                await self.beat("training")
+                with self.ctx.metrics.busy():
+                    parts.append(
+                        await self.ctx.compute(
+                            self.policy.forward_backward, packed, self.loss, self.config.sampling.temperature
+                        )
+                    )
+        return groups, merge(parts)
+
+    async def tell(self, groups: list[Group]) -> None:
+        """Free the groups' slots, and give the new weights to the DCS."""
+        receipts = [
+            (self.ctx.subjects.receipts, receipt, f"trained:{receipt.group_id}:{self.version}")
+            for receipt in trained_receipts(groups, self.step - 1, self.intake.rollbacks)
+        ]
+        with self.ctx.metrics.wait("weights"):
+            _, self.version = await asyncio.gather(
+                self.ctx.queue.publish_all(receipts),
+                self.publisher.publish(self.step, self.policy.hf_tensors(), "update"),
+            )
+
+    async def checkpoint(self) -> None:
+        """Save, and only then acknowledge what is saved."""
+        with self.ctx.metrics.wait("checkpoint"):
+            meta = meta_of(self.window_state, self.intake.rollbacks)
+            meta |= {"version": self.version, "trained": self.uncovered}
+            await self.ctx.compute(self.store.save, self.step, self.policy.state_dict(), meta)
+            await self.intake.covered(self.uncovered)
+        self.uncovered, self.saved_step = [], self.step
+        await self.ctx.events.publish("checkpoint", f"step {self.step}", step=self.step, version=self.version)
+
+    async def beat(self, state: str) -> None:
+        await self.ctx.beat(state, progress=self.step, version=self.version, step=self.step)
+
+    def report(self, groups: list[Group], values: dict[str, float]) -> None:
+        rewards = [float(r) for group in groups if group.rewards for r in group.rewards.total if r == r]
+        ages = [self.step - 1 - int(age) for group in groups for age in sample_steps(group, self.intake.rollbacks)]
+        self.ctx.metrics.emit(
+            step=self.step,
+            reward=sum(rewards) / len(rewards) if rewards else float("nan"),
+            staleness_mean=sum(ages) / len(ages),
+            staleness_max=max(ages),
+            version=self.version,
+            **values,
+        )
+
+
+def train_samples(group: Group) -> Iterator[TrainSample]:
+    """The group's samples as the trainer packs them."""
+    samples, advantages, prompt_ids = group.samples, group.advantages, group.prompt_ids
+    assert samples is not None
+    assert advantages is not None
+    assert prompt_ids is not None
+    offsets = samples.offsets
+    per_token = len(advantages) != len(samples.lengths)
+    for number, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        completion = samples.ids[start:end]
+        yield TrainSample(
+            group_id=group.id,
+            ids=np.concatenate([prompt_ids, completion]),
+            prompt_len=len(prompt_ids),
+            mask=samples.mask[start:end],
+            logprobs=samples.logprobs[start:end],
+            advantage=advantages[start:end] if per_token else float(advantages[number]),
+        )
+
+
+def trained_receipts(groups: list[Group], update: int, rollbacks: list[Rollback]) -> Iterator[Receipt]:
+    """One `trained` receipt a group: what the ledger counts and the audit checks."""
+    now = time.time()
+    for group in groups:
+        assert group.samples is not None
+        scored = [] if group.rewards is None else [float(r) for r in group.rewards.total if r == r]
+        yield Receipt(
+            "trained",
+            group.id,
+            issue=group.issue,
+            seat=group.seat,
+            min_step=group.min_step,
+            step=update,
+            replica=group.replica,
+            sample_steps=sample_steps(group, rollbacks),
+            tokens=len(group.samples.ids),
+            reward=sum(scored) / len(scored) if scored else None,
+            at=now,
+        )
