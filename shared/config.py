@@ -306,10 +306,11 @@ class RunConfig(Section):
                 f"window: {self.window} exceeds max_staleness * groups_per_step + 1 = "
                 f"{self.max_staleness * self.groups_per_step + 1}; a wider one could leave the trainer without a full batch"
             )
-        if self.sampling.max_new_tokens >= self.trainer.micro_batch_tokens:
+        longest = self.sampling.max_prompt_tokens + self.sampling.max_new_tokens
+        if longest > self.trainer.micro_batch_tokens:
             raise ValueError(
-                f"trainer.micro_batch_tokens: {self.trainer.micro_batch_tokens} must exceed sampling.max_new_tokens "
-                f"({self.sampling.max_new_tokens}) plus the longest prompt: a sequence is never split"
+                f"trainer.micro_batch_tokens: {self.trainer.micro_batch_tokens} is less than sampling.max_prompt_tokens + "
+                f"max_new_tokens = {longest}; a sequence is never split, so raise the one or lower the others"
             )
         if self.eval.min_reward is not None and self.eval.prompts is None:
             raise ValueError("eval.min_reward: needs eval.prompts, the held-out prompts to measure it on")

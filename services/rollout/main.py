@@ -13,17 +13,18 @@ import asyncio
 import logging
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
-from services.rollout.engines.process import EngineProcess
+from services.rollout.engines.process import EngineProcess, EngineStartError
 from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
-from services.rollout.weights import WeightReceiver
+from services.rollout.weights import Stopped, WeightReceiver
 from shared import wire
 from shared.pull import Delivery
 from shared.records import Group, Receipt, ints
-from shared.service import Context
-from shared.tokenizer import Tokenizer
+from shared.service import Context, ServiceFailed
+from shared.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,10 @@ async def main(ctx: Context) -> None:
         while not ctx.stopping.is_set():
             try:
                 await _with_engine(ctx, Path(cache))
+            except Stopped:
+                return
+            except (EngineStartError, TokenizerError) as error:
+                raise ServiceFailed(str(error)) from error
             except EngineDead as error:
                 await ctx.events.publish("engine_died", str(error))
                 await ctx.sleep(BACK_OFF_S[min(deaths, len(BACK_OFF_S) - 1)])
@@ -45,20 +50,16 @@ async def main(ctx: Context) -> None:
 
 
 async def _with_engine(ctx: Context, cache: Path) -> None:
-    receiver = WeightReceiver(ctx, cache)
-    await ctx.beat("fetching weights")
-    if (start := await receiver.bootstrap()) is None:
-        return
-    await ctx.beat("starting engine")
-    process = await EngineProcess.start_for(ctx.config, start.folder)
-    try:
-        async with EngineClient(process.url) as engine:
-            await receiver.attach(engine, start)
-            await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)
-            await Worker(ctx, engine, receiver, Tokenizer(start.folder)).run()
-            await receiver.leave()
-    finally:
-        await process.stop()
+    async with AsyncExitStack() as stack:
+        receiver = WeightReceiver(ctx, lambda: engine, cache)
+        await ctx.beat("fetching weights")
+        folder, version, _ = await receiver.bootstrap()
+        await ctx.beat("starting engine")
+        process = await EngineProcess.start_for(ctx.config, folder, weight_version=str(version))
+        stack.push_async_callback(process.stop)
+        engine = await stack.enter_async_context(EngineClient(process.url))
+        await Worker(ctx, engine, receiver, Tokenizer(folder)).run()
+        await receiver.leave()
 
 
 class Worker:
@@ -125,7 +126,9 @@ class Worker:
             log.info("%s: %s; it will be sampled again", delivery.msg_id, error)
             await delivery.nak()
         except (wire.WireError, EngineError, EpisodeError) as error:
-            await self.ctx.events.publish("episode_failed", str(error), group=delivery.msg_id, delivery=delivery.delivered)
+            await self.ctx.events.publish(
+                "episode_failed", str(error), group=delivery.msg_id, delivery=delivery.delivered
+            )
             await delivery.nak(1.0)
         except asyncio.CancelledError:
             await delivery.nak()
@@ -135,7 +138,9 @@ class Worker:
         ctx, config = self.ctx, self.ctx.config
         prompt_ids = self.tokenizer.encode_prompt(group.prompt)
         if len(prompt_ids) > config.sampling.max_prompt_tokens:
-            await self._drop(group, f"{len(prompt_ids)} tokens, sampling.max_prompt_tokens is {config.sampling.max_prompt_tokens}")
+            await self._drop(
+                group, f"{len(prompt_ids)} tokens, sampling.max_prompt_tokens is {config.sampling.max_prompt_tokens}"
+            )
             await delivery.ack()
             return
         while not await self.receiver.wait_step(group.min_step, POLL_S):
@@ -157,7 +162,9 @@ class Worker:
 
     async def _drop(self, group: Group, why: str) -> None:
         ctx = self.ctx
-        await ctx.events.publish("dropped", f"{group.id}: prompt_too_long: {why}", group=group.id, reason="prompt_too_long")
+        await ctx.events.publish(
+            "dropped", f"{group.id}: prompt_too_long: {why}", group=group.id, reason="prompt_too_long"
+        )
         receipt = Receipt(
             "dropped" if group.kind == "train" else "evaluated",
             group.id,

@@ -20,23 +20,47 @@ import numpy as np
 from services.trainer.algorithms import policy_loss
 from services.trainer.algorithms.reductions import finish, merge
 from services.trainer.batches import Packer, TrainSample
-from services.trainer.checkpoint import CheckpointStore
+from services.trainer.checkpoint import CheckpointError, CheckpointStore
 from services.trainer.intake import Intake, Rollback, sample_steps
+from services.trainer.megatron.model import NativeOptionError
+from services.trainer.megatron.policy import NonFiniteError, StateMismatch
+from services.trainer.model_folder import ModelFolderError
 from services.trainer.schedule import learning_rate
 from services.trainer.start import Interrupted, Start, begin, meta_of
+from services.trainer.tensorfile import DiskFullError
 from services.trainer.weights import WeightPublisher
 from shared.records import Group, Receipt
-from shared.service import Context
+from shared.service import Context, ServiceFailed
+from shared.tokenizer import TokenizerError
+
+FAULTS = (
+    ModelFolderError,
+    NativeOptionError,
+    CheckpointError,
+    DiskFullError,
+    StateMismatch,
+    NonFiniteError,
+    TokenizerError,
+)
+"""What a person must mend: their texts say how."""
 
 
 async def main(ctx: Context) -> None:
+    """Train until the run's last step, or until told to stop."""
     lease = await ctx.registry.claim("trainer", ctx.replica)
-    store = CheckpointStore(ctx.config.work_path / "checkpoints", ctx.config.trainer.checkpoint.keep)
     try:
-        start = await begin(ctx, store)
+        await train(ctx)
     except Interrupted as error:
         await ctx.events.publish("interrupted", str(error))
-        return
+    except FAULTS as error:
+        raise ServiceFailed(str(error)) from error
+    finally:
+        await lease.release()
+
+
+async def train(ctx: Context) -> None:
+    store = CheckpointStore(ctx.config.work_path / "checkpoints", ctx.config.trainer.checkpoint.keep)
+    start = await begin(ctx, store)
     publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
     version = await publisher.publish(start.step, start.policy.hf_tensors(), "resume" if start.resumed else "start")
     if start.resumed:
@@ -49,7 +73,6 @@ async def main(ctx: Context) -> None:
     finally:
         await intake.close()
         await publisher.close()
-        await lease.release()
 
 
 async def roll_back(ctx: Context, start: Start, version: int) -> None:
