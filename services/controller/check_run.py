@@ -1,0 +1,136 @@
+"""Everything about a run that can be checked before it starts, without a GPU and without torch.
+
+`problems` returns every finding at once, each naming the field and the fix; a run file that passes can still fail, but not for
+a reason that was there to be seen. `tests/e2e/test_cli.py` holds the texts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.trainer.model_folder import ModelFolderError, read_architecture
+from shared.config import ConfigError, DataConfig, RewardFunction, RunConfig
+
+FIRST_RECORDS = 4
+REWARD_ARGUMENTS = ("prompt", "completion", "answer")
+
+
+def problems(config: RunConfig) -> list[str]:
+    """What would stop this run; an empty list if nothing was found."""
+    found: list[str] = []
+    checks: list[Callable[[], None]] = [
+        lambda: check_model(config),
+        lambda: check_prompts(config, config.prompts, "prompts"),
+        lambda: check_warm_start(config),
+    ]
+    if config.eval.prompts is not None:
+        held_out = config.eval.prompts
+        checks.append(lambda: check_prompts(config, held_out, "eval.prompts"))
+    for number, function in enumerate(config.reward.functions):
+        checks.append(lambda number=number, function=function: check_reward(config, function, number))  # type: ignore[misc]
+    for check in checks:
+        try:
+            check()
+        except (ConfigError, ModelFolderError) as error:
+            found.append(str(error))
+    return found
+
+
+def check_model(config: RunConfig) -> None:
+    """The folder holds a family that the trainer knows, or a function will build it."""
+    folder = config.path(config.model.path)
+    if (folder / "config.json").is_file():
+        read_architecture(folder)
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise ConfigError(f"model.path: {folder} holds no tokenizer.json")
+        return
+    if config.model.build is None:
+        raise ConfigError(
+            f"model.path: {folder} holds no config.json; download a Hugging Face folder there, or set model.build to a function"
+        )
+    takes(config.function(config.model.build, "model.build"), "model.build", ("path", "seed"))
+
+
+def check_prompts(config: RunConfig, data: DataConfig, field: str) -> None:
+    """The first records can be read and hold a prompt."""
+    from services.controller.prompts import PromptSource
+
+    source = PromptSource(config, data, field)
+    for index in range(FIRST_RECORDS):
+        source.record(index)
+
+
+def check_reward(config: RunConfig, reward: RewardFunction, number: int) -> None:
+    """It can be called with what the reward service hands it."""
+    field = f"reward.functions[{number}].path"
+    function = config.function(reward.path, field)
+    takes(function, field, named=[*REWARD_ARGUMENTS, *reward.options], context=True)
+
+
+def check_warm_start(config: RunConfig) -> None:
+    """The first demonstration has a prompt and a completion."""
+    if (warm := config.trainer.warm_start) is None:
+        return
+    field = "trainer.warm_start.source"
+    if warm.source.endswith(".jsonl"):
+        if not Path(config.path(warm.source)).is_file():
+            raise ConfigError(f"{field}: no file {config.path(warm.source)}")
+        return
+    function = config.function(warm.source, field)
+    takes(function, field, ("seed", "index"))
+    record = call(function, field, config.seed, 0)
+    if not isinstance(record, dict) or not {"prompt", "completion"} <= set(record):
+        raise ConfigError(
+            f"{field}: {warm.source}(seed, 0) returned {record!r}, expected {{'prompt': ..., 'completion': ...}}"
+        )
+
+
+def takes(
+    function: Callable[..., Any],
+    field: str,
+    positional: Sequence[str] = (),
+    named: Sequence[str] = (),
+    context: bool = False,
+) -> None:
+    """ConfigError unless `function` can be called with these arguments. With `context` it may ask for further ones by name."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: only calling it could tell
+    extra = [name for name in signature.parameters if context and name not in named and _required(signature, name)]
+    try:
+        signature.bind(*positional, **dict.fromkeys([*named, *extra]))
+    except TypeError as error:
+        name, wanted = getattr(function, "__name__", str(function)), ", ".join([*positional, *named])
+        raise ConfigError(f"{field}: {name}{signature} cannot be called with ({wanted}): {error}") from error
+
+
+def call(function: Callable[..., Any], field: str, *arguments: Any) -> Any:
+    """The user's function, its own error told under the field's name."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # whatever a user's function raises is a finding
+        raise ConfigError(f"{field}: calling it with {arguments} raised {type(error).__name__}: {error}") from error
+
+
+def key_facts(config: RunConfig) -> dict[str, str]:
+    """The resolved config as a person reads it."""
+    functions = ", ".join(f"{one.path} x {one.weight:g}" for one in config.reward.functions)
+    return {
+        "run": f"{config.run} (seed {config.seed})",
+        "steps": f"{config.steps} updates of {config.groups_per_step} groups x {config.samples_per_group} samples",
+        "staleness": f"no trained token is older than {config.max_staleness} updates"
+        + (": synchronous training" if config.max_staleness == 0 else ""),
+        "slots": f"{config.slots} groups on the way at once (window {config.window})",
+        "model": f"{config.path(config.model.path)}"
+        + (f", built by {config.model.build}" if config.model.build else ""),
+        "prompts": config.prompts.source + (f", the first {config.prompts.size}" if config.prompts.size else ""),
+        "reward": functions,
+        "algorithm": f"{config.algorithm.name}, advantages {config.algorithm.advantage.name}",
+        "rollout": f"{config.rollout.replicas} x {config.rollout.engine} engine",
+        "broker": config.broker.url or "private, started by `slipstream up`",
+        "workdir": str(config.work_path),
+    }

@@ -1,0 +1,56 @@
+"""`slipstream serve`: one service of a run, in this process."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from .common import CONFIG, fail
+
+
+class Service(StrEnum):
+    controller = "controller"
+    dcs = "dcs"
+    reward = "reward"
+    rollout = "rollout"
+    trainer = "trainer"
+
+
+def serve(
+    service: Annotated[Service, typer.Argument(help="Which service.", show_default=False)],
+    nats: Annotated[
+        str, typer.Option(metavar="URL", envvar="SLIPSTREAM_NATS", help="The broker, as nats://host:port.")
+    ],
+    run: Annotated[str, typer.Option(metavar="NAME", envvar="SLIPSTREAM_RUN", help="The run's name.")],
+    replica: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Name of this replica. Give the name of one that died to take its place."),
+    ] = None,
+    parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Be one service of a run, until the run ends or SIGTERM asks to drain.
+
+    All that it needs to know comes from the broker. More rollout replicas than `up` started? Start them, anywhere:
+
+    `slipstream serve rollout --nats nats://10.0.0.5:4222 --run sort-letters`
+
+    `slipstream serve rollout --nats nats://10.0.0.5:4222 --run sort-letters --replica rollout-1`
+
+    Exit codes: 0 drained or the run is over, 1 failed, 2 config, 3 broker, 4 another one is active.
+    """
+    from importlib import import_module
+
+    from services.controller.launchers.parent import die_with_parent
+
+    if parent is not None:
+        die_with_parent(parent)
+    try:
+        module = import_module(f"services.{service.value}.main")
+    except ModuleNotFoundError as error:
+        text = f"the {service.value} service needs {error.name!r}: pip install 'slipstream-rl[{service.value}]'"
+        raise fail(text, CONFIG) from error
+    from shared.service import run_service
+
+    raise typer.Exit(run_service(service.value, module.main, nats_url=nats, run=run, replica=replica))

@@ -1,0 +1,45 @@
+"""`slipstream up`: the whole run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import Nats, RunFile, Sets, run_async
+
+
+def up(
+    run_file: RunFile,
+    sets: Sets = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the report here (it always goes to WORKDIR/report.json)."),
+    ] = None,
+    nats: Nats = None,
+    keep_broker: Annotated[
+        bool, typer.Option("--keep-broker", help="Leave the private broker running afterwards.")
+    ] = False,
+) -> None:
+    """Run a run file on this machine: broker, services, live view, report.
+
+    Builds the model if `model.build` says how, starts a private broker unless `broker.url` or `--nats` names one, starts every
+    service as a process of its own and waits for the end. Ctrl-C lets the services finish what they hold; the same command goes
+    on from there. A second Ctrl-C kills.
+
+    `slipstream up examples/sort_letters/run.yaml`
+
+    `slipstream up run.yaml --set run=try2 --set trainer.optimizer.lr=3e-4 --report report.json`
+
+    `slipstream up run.yaml --nats nats://10.0.0.5:4222`
+
+    Exit codes: 0 finished, 1 failed or the audit found a fault, 2 config, 3 broker, 130 stopped.
+    """
+    from rich.console import Console
+
+    from services.controller.launchers.up import Options
+    from services.controller.launchers.up import up as run_up
+
+    options = Options(run_file, sets or [], report, nats, keep_broker)
+    raise typer.Exit(run_async(lambda: run_up(options, Console())))

@@ -1,0 +1,145 @@
+"""Services as child processes on this machine.
+
+Owns: the processes, their log files `<workdir>/logs/<service>-<n>.log`, and what ends them. Each child leads a process group of
+its own, so that Ctrl-C on the terminal reaches only `slipstream up`, which then asks the children to drain. A child dies with
+its parent (`parent.py`). Every exit is put into `exits`. `tests/controller/test_local_launcher.py` holds this with small scripts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TAIL_LINES = 15
+TAIL_BYTES = 16 << 10
+
+
+@dataclass(slots=True)
+class Child:
+    """One service process."""
+
+    service: str
+    replica: str
+    log: Path
+    process: asyncio.subprocess.Process
+    started: float
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+@dataclass(slots=True, frozen=True)
+class Exit:
+    """The end of a child. `code` below 0 is the signal that killed it."""
+
+    service: str
+    replica: str
+    pid: int
+    code: int
+    log: Path
+    seconds: float
+
+    @property
+    def how(self) -> str:
+        if self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"exit code {self.code}"
+
+    def tail(self) -> list[str]:
+        """The last lines of its log."""
+        return tail(self.log)
+
+
+Command = Callable[[str, str], list[str]]
+"""(service, replica) -> argv."""
+
+
+def serve_command(url: str, run: str) -> Command:
+    """argv of a service of `run`, as `slipstream up` starts it."""
+
+    def command(service: str, replica: str) -> list[str]:
+        options = ["--nats", url, "--run", run, "--replica", replica, "--parent", str(os.getpid())]
+        return [sys.executable, "-m", "services.controller.cli", "serve", service, *options]
+
+    return command
+
+
+@dataclass(slots=True)
+class LocalLauncher:
+    """Starts children and tells of their exits."""
+
+    command: Command
+    logs: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    children: dict[str, Child] = field(default_factory=dict)
+    exits: asyncio.Queue[Exit] = field(default_factory=asyncio.Queue)
+    _watchers: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def start(self, service: str, number: int) -> Child:
+        """Start replica `number` of `service`."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        replica = f"{service}-{number}"
+        path = self.logs / f"{replica}.log"
+        with path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *self.command(service, replica),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+            )
+        child = self.children[replica] = Child(service, replica, path, process, time.monotonic())
+        watcher = asyncio.create_task(self._watch(child))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return child
+
+    async def _watch(self, child: Child) -> None:
+        code = await child.process.wait()
+        self.children.pop(child.replica, None)
+        seconds = time.monotonic() - child.started
+        self.exits.put_nowait(Exit(child.service, child.replica, child.pid, code, child.log, seconds))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every child; SIGKILL to its whole process group, so that nothing that it started stays."""
+        for child in self.children.values():
+            try:
+                if number == signal.SIGKILL:
+                    os.killpg(child.pid, number)
+                else:
+                    os.kill(child.pid, number)
+            except ProcessLookupError:
+                continue  # it ended by itself in this moment; its exit is on the way
+
+    async def gone(self, timeout_s: float) -> bool:
+        """Wait until no child is left. False if some are after `timeout_s`."""
+        if not self._watchers:
+            return True
+        _, left = await asyncio.wait(set(self._watchers), timeout=timeout_s)
+        return not left
+
+    async def stop(self, drain_s: float) -> list[str]:
+        """SIGTERM, time to drain, SIGKILL for the rest. Returns the replicas that had to be killed."""
+        self.signal(signal.SIGTERM)
+        if await self.gone(drain_s):
+            return []
+        late = sorted(self.children)
+        self.signal(signal.SIGKILL)
+        await self.gone(drain_s)
+        return late
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log file."""
+    with path.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        log.seek(max(0, log.tell() - TAIL_BYTES))
+        return log.read().decode(errors="replace").splitlines()[-lines:]

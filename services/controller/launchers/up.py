@@ -1,0 +1,197 @@
+"""`slipstream up`: a whole run on this machine, from the run file to the report. The steps stand in `_run`, in order.
+
+Guarantees: one `up` a workdir; the same command goes on with a run that was stopped or killed; whatever ends it, no service and
+no half-written file stays. Exit codes: 0 finished, 1 failed (or the audit found a fault), 2 config, 3 broker, 130 stopped.
+`tests/e2e/test_up.py` runs it with real processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from services.controller import report
+from services.controller.attach import Run, attach
+from services.controller.evidence import gather
+from services.controller.launchers.broker import PrivateBroker
+from services.controller.launchers.local import Command, LocalLauncher, serve_command
+from services.controller.launchers.model import ensure_model
+from services.controller.launchers.resume import settle
+from services.controller.launchers.session import BROKER_LOST, Interrupts, Outcome, Session
+from shared import config as run_config
+from shared.config import ConfigError, RunConfig
+
+DRAIN_MARGIN_S = 10.0
+"""Given to the children on top of drain_timeout_s before they are killed."""
+
+
+@dataclass(slots=True, frozen=True)
+class Options:
+    """The command line of `up`."""
+
+    run_file: Path
+    sets: list[str] = field(default_factory=list)
+    report: Path | None = None
+    nats: str | None = None
+    keep_broker: bool = False
+    command: Command | None = None
+    """Other processes in place of the services: for tests."""
+
+
+async def up(options: Options, console: Console) -> int:
+    """Run it. Returns the exit code; raises ConfigError, BrokerError or TransportError before anything was started."""
+    config = run_config.load(options.run_file, options.sets)
+    if options.nats:
+        config.broker.url = options.nats
+    interrupts = listen()
+    with only_one(config.work_path):
+        if await ensure_model(config):
+            console.print(f"built the model in {config.path(config.model.path)}", highlight=False)
+        async with the_broker(config, options.keep_broker, console) as (url, broker):
+            async with attach(url, config.run, create=True) as run:
+                return await _run(config, run, broker, options, interrupts, console)
+
+
+async def _run(
+    config: RunConfig,
+    run: Run,
+    broker: PrivateBroker | None,
+    options: Options,
+    interrupts: Interrupts,
+    console: Console,
+) -> int:
+    before = await settle(run, config)
+    await run.queue.ensure_streams(config)
+    if before.finished(config.steps):
+        console.print(f"the run {config.run!r} is finished; raise `steps` to go on with it, or take another name")
+        return await _report(run, options, config, console, Outcome("finished", 0))
+    await run.set_state("running")
+    launcher = LocalLauncher(options.command or serve_command(run.url, config.run), config.work_path / "logs")
+    session = Session(config, run, launcher, broker, interrupts, console)
+    try:
+        await session.start()
+        greet(config, run, before.state, console)
+        outcome = await session.wait()
+        if outcome.kind == "failed" and outcome.code != BROKER_LOST:
+            await run.set_state(f"failed:{outcome.why}")
+        await drain(session, outcome, console)
+    finally:
+        launcher.signal(signal.SIGKILL)  # nothing is left unless the lines above raised
+    if outcome.code == BROKER_LOST:  # and with it everything that a report could be made of
+        console.print(outcome.why, markup=False, highlight=False)
+        return BROKER_LOST
+    return await _report(run, options, config, console, outcome)
+
+
+async def drain(session: Session, outcome: Outcome, console: Console) -> None:
+    """Let every service finish what it holds; a (second) Ctrl-C ends that at once."""
+    if outcome.kind == "stopped":
+        console.print("stopping: services finish what they hold; Ctrl-C again kills them", highlight=False)
+    deadline = session.config.drain_timeout_s + DRAIN_MARGIN_S
+    stop = asyncio.create_task(session.launcher.stop(deadline))
+    hurry = session.interrupts.second if outcome.kind == "stopped" else session.interrupts.first
+    impatient = asyncio.create_task(hurry.wait())
+    await asyncio.wait({stop, impatient}, return_when=asyncio.FIRST_COMPLETED)
+    if not stop.done():
+        session.launcher.signal(signal.SIGKILL)
+    impatient.cancel()
+    if late := await stop:
+        console.print(f"killed after {deadline:.0f} s of draining: {', '.join(late)}", highlight=False)
+
+
+async def _report(run: Run, options: Options, config: RunConfig, console: Console, outcome: Outcome) -> int:
+    """Write the report and say how it went. A finished run whose books do not balance has failed."""
+    built = report.build(await gather(run.queue, run.kv, with_metrics=True))
+    files = [config.work_path / "report.json", *([options.report] if options.report else [])]
+    for file in files:
+        await asyncio.to_thread(report.write, file, built)
+    for line in summary(built, outcome, options):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"report: {files[-1]}", markup=False, highlight=False)
+    if outcome.kind == "finished" and not (built["balanced"] and not built["faults"]):
+        return 1
+    return outcome.code
+
+
+def summary(built: dict[str, object], outcome: Outcome, options: Options) -> list[str]:
+    """What a person wants to know at the end."""
+    evaluation = built["evaluation"]
+    assert isinstance(evaluation, dict)
+    lines = [
+        f"{outcome.kind} after {built['steps']} steps" + (f": {outcome.why}" if outcome.why else ""),
+        f"reward {built['reward_first']} -> {built['reward_last']} (mean of {built['reward_window']} steps each)",
+        f"evaluation {evaluation['before']} -> {evaluation['after']}",
+        f"oldest trained token {built['staleness_max']} steps, bound {built['staleness_bound']}",
+        f"issued {built['issued']} = trained {built['trained']} + dropped {built['dropped'] or 0} + pending {built['pending']}",
+    ]
+    if built["faults"]:
+        lines.append(f"the audit found {len(built['faults'])} faults: slipstream audit {options.run_file}")  # type: ignore[arg-type]
+    if outcome.kind == "stopped":
+        lines.append("the same command goes on where it stopped")
+    elif outcome.kind == "failed":
+        lines.append("once the cause is mended, the same command goes on where it stopped")
+    return lines
+
+
+def greet(config: RunConfig, run: Run, state: str, console: Console) -> None:
+    verb = "going on with" if state else "started"
+    console.print(
+        f"{verb} run {config.run!r}: {config.steps} steps, staleness at most {config.max_staleness}; broker {run.url}; "
+        f"logs {config.work_path / 'logs'}\nwatch it from elsewhere: slipstream watch --nats {run.url} --run {config.run}",
+        highlight=False,
+    )
+
+
+def listen() -> Interrupts:
+    """Ctrl-C, `kill` and a closed terminal all ask for draining; the second time, for an end."""
+    interrupts = Interrupts()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, interrupts.strike)
+    return interrupts
+
+
+@contextmanager
+def only_one(workdir: Path) -> Iterator[None]:
+    """Hold the workdir. Raises ConfigError if another `up` has it."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / "up.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise ConfigError(
+                f"{workdir} is in use by another `slipstream up` (pid {holder}); stop that one, or start this run under another "
+                "name (--set run=NAME)"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+@asynccontextmanager
+async def the_broker(
+    config: RunConfig, keep: bool, console: Console
+) -> AsyncIterator[tuple[str, PrivateBroker | None]]:
+    """(address, private broker if it is ours). Raises BrokerError."""
+    if config.broker.url:
+        yield config.broker.url, None
+        return
+    broker = await asyncio.to_thread(PrivateBroker(config.work_path, config.broker).start)
+    try:
+        yield broker.url, broker
+    finally:
+        if keep:
+            console.print(f"the broker stays at {broker.url}; end it with: kill {broker.pid}", highlight=False)
+        else:
+            await asyncio.to_thread(broker.stop)
