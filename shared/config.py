@@ -30,7 +30,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str
-    """Hugging Face folder: config.json, tokenizer, safetensors. Written by `build` if it does not exist."""
+    """Hugging Face folder: config.json, tokenizer, safetensors. Written by `build` if it does not exist. May hold `{seed}`."""
     build: str | None = None
     """Dotted path of `build(path, seed)`, called once when `path` does not exist (tiny models made on the spot)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -324,8 +324,8 @@ class RunConfig(Section):
         return (self.max_staleness + 1) * self.groups_per_step - (self.window - 1)
 
     def path(self, value: str) -> Path:
-        """A path of the run file, made absolute."""
-        return (Path(self.base) / value).resolve()
+        """A path of the run file, made absolute; it may name `{run}` and `{seed}`."""
+        return (Path(self.base) / value.format(run=self.run, seed=self.seed)).resolve()
 
     @property
     def work_path(self) -> Path:
