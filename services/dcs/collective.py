@@ -20,11 +20,9 @@ class CollectiveError(RuntimeError):
     """The group cannot be joined or a broadcast in it failed. The text names the group and the cause."""
 
 
-def host_store(world_size: int, timeout_s: float) -> dist.TCPStore:
+def host_store(timeout_s: float) -> dist.TCPStore:
     """A TCPStore on a free port of every interface of this host; `.port` tells which. Does not wait for anyone."""
-    return dist.TCPStore(
-        "0.0.0.0", 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    return dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def join(

@@ -20,6 +20,8 @@ from typing import Literal
 from shared.records import Received
 from shared.wire import decode, encode, schema
 
+STATE_KEY = "dcs"
+"""Where the state lies in the run's config bucket."""
 KEPT_VERSIONS = 32
 """Versions whose course is remembered; older ones leave only their number behind."""
 KEPT_PUBLISHERS = 16

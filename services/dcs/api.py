@@ -1,0 +1,227 @@
+"""The DCS's HTTP interface: what the requests and answers hold, and which rule of `Versions` each one asks for.
+
+Metadata only, except for the files of a snapshot. OpenAPI at /openapi.json. 404: no such version or file; 409: the request
+does not fit the state (a replaced publisher, an overtaken version); 412: the DCS cannot see the snapshot, upload it;
+422: malformed; 503: the broker does not answer, try again. Every POST may be repeated: it changes nothing the second time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.responses import FileResponse, JSONResponse
+from pydantic import BaseModel, Field
+
+from services.dcs import snapshots
+from services.dcs.coordinator import Coordinator, SnapshotMissing
+from services.dcs.versions import State, UnknownVersion, Version, VersionError
+from shared.errors import TransportError
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class PublishRequest(BaseModel):
+    publisher: Name
+    """Incarnation of the trainer process: a new one with every start."""
+    step: int = Field(ge=0)
+    digest: Sha256
+    reason: str = ""
+
+
+class AnnounceRequest(BaseModel):
+    publisher: Name
+    epoch: int = 0
+    """The group that the publisher still has, 0: none."""
+    host: str
+    port: int = Field(ge=1, le=65535)
+    """Where a new group would meet: the publisher's TCPStore."""
+
+
+class ResultRequest(BaseModel):
+    publisher: Name
+    ok: bool
+    error: str = ""
+    seconds: dict[str, float] = {}
+
+
+class JoinRequest(BaseModel):
+    replica: Name
+    incarnation: Name
+    """Of the engine: a new one with every start."""
+    world_size: int = Field(1, ge=1)
+
+
+class GroupAnswer(BaseModel):
+    name: str
+    epoch: int
+    backend: str
+    host: str
+    port: int
+    world_size: int
+    members: dict[str, int]
+    """Replica -> the first rank of its engine."""
+    incarnations: dict[str, str]
+    timeout_s: float
+
+
+class VersionAnswer(BaseModel):
+    version: int
+    step: int
+    digest: str
+    reason: str
+    phase: str
+    group: GroupAnswer | None
+    result: str
+    error: str
+    answers: dict[str, str]
+    awaited: list[str]
+    dropped: list[str]
+    clean: bool
+    """Every member of the group got it by broadcast, so the group can be used again."""
+    announced_at: float
+
+
+class MemberAnswer(BaseModel):
+    replica: str
+    world_size: int
+    held: int | None
+    """The version that it last verified."""
+
+
+class LeaveAnswer(BaseModel):
+    awaited: int
+    """A version whose broadcast still counts on the member, 0: none."""
+
+
+def build(coordinator: Coordinator) -> FastAPI:
+    app = FastAPI(title="Slipstream DCS", description=__doc__)
+    _refusals(app)
+    _version_routes(app, coordinator)
+    _file_routes(app, coordinator)
+    _member_routes(app, coordinator)
+    return app
+
+
+def _refusals(app: FastAPI) -> None:
+    @app.exception_handler(VersionError)
+    async def refused(request: Request, error: VersionError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, 404 if isinstance(error, UnknownVersion) else 409)
+
+    @app.exception_handler(snapshots.SnapshotError)
+    async def damaged(request: Request, error: snapshots.SnapshotError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, 409)
+
+    @app.exception_handler(SnapshotMissing)
+    async def missing(request: Request, error: SnapshotMissing) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, 412)
+
+    @app.exception_handler(TransportError)
+    async def unavailable(request: Request, error: TransportError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, 503)
+
+
+def _version_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    def shown(version: Version) -> VersionAnswer:
+        return _version_answer(coordinator, version)
+
+    @app.post("/versions")
+    async def publish(request: PublishRequest) -> VersionAnswer:
+        """A number for these weights."""
+        return shown(await coordinator.allocate(request.step, request.digest, request.reason, request.publisher))
+
+    @app.post("/versions/{version}/announce")
+    async def announce(version: int, request: AnnounceRequest) -> VersionAnswer:
+        """The snapshot is complete and the publisher is ready: tell the members."""
+        return shown(await coordinator.announce(version, request.publisher, request.epoch, request.host, request.port))
+
+    @app.post("/versions/{version}/result")
+    async def result(version: int, request: ResultRequest) -> VersionAnswer:
+        """How the broadcast went, on the publisher's side."""
+        return shown(await coordinator.finish(version, request.publisher, request.ok, request.error, request.seconds))
+
+    @app.get("/versions")
+    async def known() -> list[VersionAnswer]:
+        """The newest versions, the oldest first."""
+        return [shown(version) for version in coordinator.state.versions]
+
+    @app.get("/versions/latest")
+    async def latest() -> VersionAnswer:
+        """The newest version that can be pulled."""
+        found = coordinator.latest()
+        if found is None:
+            raise HTTPException(404, "no version has been announced yet")
+        return shown(found)
+
+    @app.get("/versions/{version}")
+    async def one(version: int, wait_s: Annotated[float, Query(ge=0, le=30)] = 0.0) -> VersionAnswer:
+        """The course of a version; with `wait_s`, once it is settled or the time is up."""
+        return shown(await coordinator.wait_settled(version, wait_s))
+
+
+def _file_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    root = coordinator.snapshots
+
+    @app.get("/versions/{version}/files")
+    async def files(version: int) -> FileResponse:
+        """The manifest of its snapshot."""
+        return _file(root, version, snapshots.MANIFEST)
+
+    @app.get("/versions/{version}/files/{name}")
+    async def download(version: int, name: str) -> FileResponse:
+        """A file of its snapshot; takes Range."""
+        return _file(root, version, name)
+
+    @app.put("/versions/{version}/files/{name}", status_code=204)
+    async def upload(version: int, name: str, request: Request) -> None:
+        """A file of a snapshot whose publisher shares no disk with the DCS. The manifest comes last and completes it."""
+        await coordinator.upload(version, name, request.stream())
+
+
+def _member_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    @app.get("/members")
+    async def members() -> list[MemberAnswer]:
+        """Who is in the next broadcast group."""
+        return [_member_answer(coordinator.state, m.replica, m.world_size) for m in coordinator.state.members]
+
+    @app.post("/members")
+    async def join(request: JoinRequest) -> MemberAnswer:
+        """Into the group, from the next version on."""
+        member = await coordinator.join(request.replica, request.incarnation, request.world_size)
+        return _member_answer(coordinator.state, member.replica, member.world_size)
+
+    @app.delete("/members/{replica}")
+    async def leave(replica: str, incarnation: str) -> LeaveAnswer:
+        """Out of the group, from the next version on."""
+        return LeaveAnswer(awaited=await coordinator.leave(replica, incarnation))
+
+
+def _file(root: Path, version: int, name: str) -> FileResponse:
+    path = snapshots.folder(root, version) / name
+    if not snapshots.FILE_NAME.fullmatch(name) or not path.is_file():
+        raise HTTPException(404, f"version {version} has no file {name!r} here; only the newest snapshots are kept")
+    return FileResponse(path)
+
+
+def _version_answer(coordinator: Coordinator, version: Version) -> VersionAnswer:
+    return VersionAnswer(
+        version=version.version,
+        step=version.step,
+        digest=version.digest,
+        reason=version.reason,
+        phase=version.phase,
+        group=GroupAnswer(**coordinator.group_fields(version.group)) if version.group else None,
+        result=version.result,
+        error=version.error,
+        answers=version.answers,
+        awaited=[member.replica for member in version.awaited()],
+        dropped=version.dropped,
+        clean=version.clean(),
+        announced_at=version.announced_at,
+    )
+
+
+def _member_answer(state: State, replica: str, world_size: int) -> MemberAnswer:
+    return MemberAnswer(replica=replica, world_size=world_size, held=state.held.get(replica))

@@ -1,0 +1,226 @@
+"""Speaks to the DCS: publishers, receivers and tools use this and nothing else.
+
+Finds the DCS through the run's KV bucket anew whenever it does not answer, so it follows one that was restarted elsewhere.
+Every call has a deadline. `Refused` is the DCS's no and final; `DcsUnavailable` means try again, which is always safe: every
+call is idempotent. Torch-free. tests/dcs/test_service.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from services.dcs.snapshots import CHUNK, MANIFEST, Manifest
+from services.dcs.versions import STATE_KEY, State
+from shared.errors import TransportError
+from shared.kv import KV
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 30.0
+"""A transfer in which nothing arrives for so long is broken off."""
+RETRY_S = (0.1, 0.2, 0.5, 1.0)
+
+
+class Refused(RuntimeError):
+    """The DCS said no. `status` is the HTTP status; repeating the call unchanged is of no use."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class DcsUnavailable(RuntimeError):
+    """The DCS does not answer, or has not started yet. The call may be repeated."""
+
+
+class DcsClient:
+    """`async with DcsClient(ctx.kv) as dcs`, or `close()` it."""
+
+    def __init__(self, kv: KV) -> None:
+        self._kv = kv
+        self._url = ""
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # -- publisher ----------------------------------------------------------------------------------------------------
+
+    async def allocate(self, *, publisher: str, step: int, digest: str, reason: str) -> dict[str, Any]:
+        body = {"publisher": publisher, "step": step, "digest": digest, "reason": reason}
+        return await self._json("POST", "/versions", body)
+
+    async def announce(self, version: int, *, publisher: str, epoch: int, host: str, port: int) -> dict[str, Any]:
+        body = {"publisher": publisher, "epoch": epoch, "host": host, "port": port}
+        return await self._json("POST", f"/versions/{version}/announce", body)
+
+    async def result(
+        self, version: int, *, publisher: str, ok: bool, error: str, seconds: dict[str, float]
+    ) -> dict[str, Any]:
+        body = {"publisher": publisher, "ok": ok, "error": error, "seconds": seconds}
+        return await self._json("POST", f"/versions/{version}/result", body)
+
+    async def upload(self, version: int, folder: Path, manifest: Manifest) -> None:
+        """Send a snapshot to a DCS that does not see this host's disk."""
+        for name in [entry.name for entry in manifest.files] + [MANIFEST]:
+            await self._call("PUT", f"/versions/{version}/files/{name}", lambda _: _nothing(), data=folder / name)
+
+    # -- receiver -----------------------------------------------------------------------------------------------------
+
+    async def latest(self) -> dict[str, Any]:
+        """The newest version that can be pulled. Refused with status 404 if there is none yet."""
+        return await self._json("GET", "/versions/latest")
+
+    async def join(self, replica: str, *, incarnation: str, world_size: int) -> None:
+        body = {"replica": replica, "incarnation": incarnation, "world_size": world_size}
+        await self._json("POST", "/members", body)
+
+    async def leave(self, replica: str, *, incarnation: str) -> int:
+        """Returns the version whose broadcast still counts on this member, 0 if none does."""
+        answer = await self._json("DELETE", f"/members/{replica}?incarnation={incarnation}")
+        return int(answer["awaited"])
+
+    async def manifest(self, version: int) -> Manifest:
+        async def read(response: aiohttp.ClientResponse) -> Manifest:
+            return Manifest.load(await response.read())
+
+        return await self._call("GET", f"/versions/{version}/files", read)
+
+    async def download(self, version: int, name: str, into: Path, size: int) -> None:
+        """Append to `into` what is missing of the file."""
+        have = into.stat().st_size if into.exists() else 0
+
+        async def read(response: aiohttp.ClientResponse) -> None:
+            resumed = response.status == 206
+            with into.open("ab" if resumed else "wb") as file:
+                async for chunk in _chunks(response):
+                    await asyncio.to_thread(file.write, chunk)
+
+        headers = {"Range": f"bytes={have}-"} if 0 < have < size else {}
+        await self._call("GET", f"/versions/{version}/files/{name}", read, headers=headers)
+
+    # -- anyone -------------------------------------------------------------------------------------------------------
+
+    async def version(self, version: int, wait_s: float = 0.0) -> dict[str, Any]:
+        """Its course; with `wait_s`, once it is settled or the time is up."""
+        return await self._json("GET", f"/versions/{version}?wait_s={wait_s}")
+
+    async def members(self) -> list[dict[str, Any]]:
+        return await self._json("GET", "/members")
+
+    async def host(self) -> str:
+        """Where the DCS is, so that a publisher can tell under which address it is seen from there."""
+        return urlsplit(await self._find()).hostname or "127.0.0.1"
+
+    # -- HTTP ---------------------------------------------------------------------------------------------------------
+
+    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._call(method, path, lambda response: response.json(), json=body)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[T]],
+        *,
+        json: dict[str, Any] | None = None,
+        data: Path | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> T:
+        moves_bytes = data is not None or "/files/" in path
+        timeout = aiohttp.ClientTimeout(
+            total=None if moves_bytes else CALL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
+        )
+        url = await self._find()
+        session = self._open()
+        body = _file_chunks(data) if data else None
+        try:
+            async with session.request(
+                method, url + path, json=json, data=body, headers=headers, timeout=timeout
+            ) as response:
+                if response.status >= 400:
+                    await _refuse(f"{method} {url}{path}", response)
+                return await read(response)
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            self._url = ""  # it may have moved
+            raise DcsUnavailable(f"{method} {url}{path}: no answer ({error or type(error).__name__})") from error
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No kept connection: a restarted DCS on the same port must not be met with the old one's.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        return self._session
+
+    async def _find(self) -> str:
+        if not self._url:
+            try:
+                entry = await self._kv.get(STATE_KEY)
+            except TransportError as error:
+                raise DcsUnavailable(f"cannot look up the DCS: {error}") from error
+            self._url = State.load(entry[0]).url if entry else ""
+        if not self._url:
+            raise DcsUnavailable("no DCS has started yet")
+        return self._url
+
+
+async def persist(call: Callable[[], Awaitable[T]], pause: Callable[[float], Awaitable[bool]]) -> T:
+    """Repeat `call` while the DCS is unavailable. `pause(seconds)` waits and says whether to go on."""
+    tries, told = 0, 0.0
+    while True:
+        try:
+            return await call()
+        except DcsUnavailable as error:
+            if time.monotonic() - told > 10:
+                log.warning("%s; trying again", error)
+                told = time.monotonic()
+            if not await pause(RETRY_S[min(tries, len(RETRY_S) - 1)]):
+                raise
+            tries += 1
+
+
+async def _refuse(call: str, response: aiohttp.ClientResponse) -> None:
+    text = (await response.text())[:2000]
+    if response.status >= 500:
+        raise DcsUnavailable(f"{call}: HTTP {response.status}: {text}")
+    raise Refused(response.status, f"{call}: {text}")
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The body in large pieces, so that writing them in a thread costs little."""
+    piece = bytearray()
+    async for data in response.content.iter_any():
+        piece += data
+        if len(piece) >= CHUNK:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece)
+
+
+async def _file_chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := await asyncio.to_thread(file.read, CHUNK):
+            yield chunk
+
+
+async def _nothing() -> None:
+    return None

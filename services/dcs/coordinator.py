@@ -1,0 +1,289 @@
+"""The DCS at work: the rules of `Versions` made durable, told to the world, and driven by time.
+
+Guarantees, held by tests/dcs/test_service.py, which kills it between any two steps: a change is stored in KV before anyone
+hears of it, so a restarted DCS carries on where it was; the store is compare-and-set, so two DCS processes cannot hand out
+one number twice; an announcement that was stored is published, at the latest by the next process, under the same message id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.dcs import snapshots
+from services.dcs.snapshots import Manifest, SnapshotError
+from services.dcs.versions import STATE_KEY, Group, Member, State, Version, Versions
+from shared.config import RunConfig
+from shared.errors import TransportError
+from shared.kv import KV
+from shared.metrics import Events
+from shared.records import Announcement, Received
+from shared.registry import Registry
+from shared.subjects import Subjects
+from shared.transfer_queue import TransferQueue
+from shared.wire import WireError, decode
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PUBLISH_DEADLINE_S = 10.0
+RETRY_S = 1.0
+
+
+class SnapshotMissing(RuntimeError):
+    """The version to be announced has no snapshot that the DCS can see: its files are to be uploaded."""
+
+
+class Coordinator:
+    """One DCS. `change` is the only way in which its state changes."""
+
+    def __init__(
+        self, config: RunConfig, queue: TransferQueue, kv: KV, registry: Registry, events: Events, url: str
+    ) -> None:
+        self._config, self._queue, self._kv, self._registry, self._events = config, queue, kv, registry, events
+        self._subjects = Subjects(config.run)
+        self.snapshots = config.work_path / "snapshots"
+        self.url = url
+        self.changes = 0
+        self._rules = self._rules_over(State())
+        self._revision: int | None = None
+        self._sure = False
+        """The stored state is known to be the one in memory."""
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+
+    @property
+    def state(self) -> State:
+        return self._rules.state
+
+    def _rules_over(self, state: State) -> Versions:
+        return Versions(state, timeout_s=self._config.dcs.timeout_s, heartbeat_ttl_s=self._config.heartbeat_ttl_s)
+
+    # -- durability ---------------------------------------------------------------------------------------------------
+
+    async def restore(self) -> None:
+        """Take up the stored state, and finish what the last process had begun."""
+        floor = await self._floor()
+
+        def start(rules: Versions) -> None:
+            rules.state.url = self.url
+            rules.state.next_version = max(rules.state.next_version, floor + 1)
+
+        await self.change(start)
+        for version in self.state.versions:
+            if version.phase == "announced" and time.time() < version.deadline:
+                await self._publish(version)
+
+    async def _floor(self) -> int:
+        """The highest version that ever left a trace: numbers must not be used again even if the KV bucket was lost."""
+        last = await self._queue.last(self._subjects.announced)
+        told = 0 if last is None else decode(last[0], Announcement).version
+        return max([told, *snapshots.versions(self.snapshots)])
+
+    async def change(self, apply: Callable[[Versions], T]) -> T:
+        """Apply a change, store the result, and only then make it the state. Raises what `apply` does, or TransportError."""
+        async with self._lock:
+            if not self._sure:
+                await self._reload()
+            rules = self._rules.fork()
+            result = apply(rules)
+            data = rules.state.dump()
+            if self._revision is None or data != self.state.dump():
+                await self._store(data)
+                self._rules = rules
+                self.changes += 1
+                async with self._changed:
+                    self._changed.notify_all()
+            return result
+
+    async def _reload(self) -> None:
+        entry = await self._kv.get(STATE_KEY)
+        self._rules = self._rules_over(State() if entry is None else State.load(entry[0]))
+        self._revision = None if entry is None else entry[1]
+        self._sure = True
+
+    async def _store(self, data: bytes) -> None:
+        self._sure = False  # if this fails, the write may or may not be there, or another process may have written
+        if self._revision is None:
+            self._revision = await self._kv.create(STATE_KEY, data)
+        else:
+            self._revision = await self._kv.update(STATE_KEY, data, self._revision)
+        self._sure = True
+
+    # -- for the publisher --------------------------------------------------------------------------------------------
+
+    async def allocate(self, step: int, digest: str, reason: str, publisher: str) -> Version:
+        return await self.change(
+            lambda rules: rules.allocate(step=step, digest=digest, reason=reason, publisher=publisher, now=time.time())
+        )
+
+    async def announce(self, version: int, publisher: str, epoch: int, host: str, port: int) -> Version:
+        await self._manifest(self._rules.get(version))
+        alive = await self._alive()
+        known = await self.change(
+            lambda rules: rules.announce(
+                version, publisher=publisher, epoch=epoch, host=host, port=port, alive=alive, now=time.time()
+            )
+        )
+        await self._publish(known)
+        await asyncio.to_thread(self._prune)
+        return known
+
+    async def finish(self, version: int, publisher: str, ok: bool, error: str, seconds: dict[str, float]) -> Version:
+        known = await self.change(
+            lambda rules: rules.finish(
+                version, publisher=publisher, ok=ok, error=error, seconds=seconds, now=time.time()
+            )
+        )
+        if not ok:
+            await self._events.publish("broadcast_failed", f"version {version}: {error}", version=version)
+        return known
+
+    async def upload(self, version: int, name: str, chunks: AsyncIterator[bytes]) -> None:
+        """A file of a snapshot whose publisher shares no disk with the DCS; the manifest comes last and completes it."""
+        known = self._rules.get(version)
+        part = snapshots.partial(self.snapshots, version, "upload")
+        if name != snapshots.MANIFEST:
+            snapshots.check_name(name)
+            await _write(part / name, chunks)
+            return
+        manifest = Manifest.load(b"".join([chunk async for chunk in chunks]))
+        if (manifest.version, manifest.digest) != (version, known.digest):
+            raise SnapshotError(f"the uploaded manifest is not that of version {version}")
+        if wrong := await asyncio.to_thread(snapshots.problems, part, manifest):
+            raise SnapshotError("; ".join(wrong))
+        await asyncio.to_thread(snapshots.complete, self.snapshots, part, manifest)
+
+    async def wait_settled(self, version: int, wait_s: float) -> Version:
+        """The version, once nothing more is awaited of it or the time is up."""
+
+        def over() -> bool:
+            return self._rules.get(version).phase in ("settled", "abandoned")
+
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(over), wait_s)
+            except TimeoutError:
+                log.debug("version %d is not settled after %.0f s", version, wait_s)
+        return self._rules.get(version)
+
+    # -- for the members ----------------------------------------------------------------------------------------------
+
+    async def join(self, replica: str, incarnation: str, world_size: int) -> Member:
+        before = list(self.state.members)
+        member = await self.change(
+            lambda rules: rules.join(replica, incarnation=incarnation, world_size=world_size, now=time.time())
+        )
+        if member not in before:
+            await self._events.publish("member_joined", f"{replica} takes part in broadcasts", replica=replica)
+        return member
+
+    async def leave(self, replica: str, incarnation: str) -> int:
+        return await self.change(lambda rules: rules.leave(replica, incarnation))
+
+    def announced(self) -> list[Version]:
+        """The newest first."""
+        return self._rules.announced()
+
+    def latest(self) -> Version | None:
+        """The newest version that was announced and whose snapshot is here."""
+        present = set(snapshots.versions(self.snapshots))
+        return next((known for known in self._rules.announced() if known.version in present), None)
+
+    def group_fields(self, group: Group) -> dict[str, Any]:
+        """What a member has to know of its group."""
+        return {
+            "name": f"{self._config.run}-{group.epoch}-{group.port}",
+            "epoch": group.epoch,
+            "backend": self._config.dcs.backend,
+            "host": group.host,
+            "port": group.port,
+            "world_size": group.world_size,
+            "members": group.ranks(),
+            "incarnations": {member.replica: member.incarnation for member in group.members},
+            "timeout_s": self._config.dcs.timeout_s,
+        }
+
+    # -- what goes on by itself ---------------------------------------------------------------------------------------
+
+    async def fold_received(self) -> None:
+        """Follow what the replicas answer on the weights stream, for ever."""
+        start = self.state.received_seq + 1
+        async for data, seq in self._queue.read("weights", start_seq=start, subject=self._subjects.received, live=True):
+            try:
+                record = decode(data, Received)
+            except WireError as error:
+                await self._events.publish("weights_refused", f"message {seq} of the weights stream: {error}", seq=seq)
+                continue
+            wrong = await self._fold(record, seq)
+            if wrong or not record.ok:
+                what = f"{record.replica}, version {record.version}: {wrong or record.error}"
+                await self._events.publish("weights_refused", what, version=record.version, replica=record.replica)
+
+    async def _fold(self, record: Received, seq: int) -> str:
+        while True:
+            try:
+                return await self.change(lambda rules: rules.received(record, seq))
+            except TransportError as error:
+                log.warning("an answer of %s is not folded yet: %s", record.replica, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def tick(self) -> None:
+        """Once a second: leave behind whoever missed a deadline or died in a broadcast."""
+        if not any(version.phase == "announced" for version in self.state.versions):
+            return
+        alive = await self._alive()
+        for replica in await self.change(lambda rules: rules.tick(time.time(), alive)):
+            await self._events.publish(
+                "member_dropped", f"{replica} did not answer a broadcast in time", replica=replica
+            )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _alive(self) -> set[str]:
+        return {heartbeat.replica for heartbeat in await self._registry.alive()}
+
+    async def _manifest(self, known: Version) -> Manifest:
+        manifest = await asyncio.to_thread(snapshots.read, self.snapshots, known.version)
+        if manifest is None or manifest.digest != known.digest:
+            raise SnapshotMissing(
+                f"version {known.version} has no snapshot below {self.snapshots}: upload its files first"
+            )
+        return manifest
+
+    async def _publish(self, known: Version) -> None:
+        manifest = await self._manifest(known)
+        announcement = Announcement(
+            version=known.version,
+            step=known.step,
+            names=[spec.name for spec in manifest.tensors],
+            dtypes=[spec.dtype for spec in manifest.tensors],
+            shapes=[list(spec.shape) for spec in manifest.tensors],
+            checksums=[spec.sha256 for spec in manifest.tensors],
+            digest=known.digest,
+            group=self.group_fields(known.group) if known.group else None,
+            buckets=manifest.buckets,
+            snapshot=f"{self.url}/versions/{known.version}/files",
+            reason=known.reason,
+            at=known.announced_at,
+        )
+        await self._queue.publish(
+            self._subjects.announced, announcement, msg_id=f"v{known.version}", deadline_s=PUBLISH_DEADLINE_S
+        )
+
+    def _prune(self) -> None:
+        newest = [known.version for known in self._rules.announced()][: self._config.dcs.keep_snapshots]
+        if gone := snapshots.prune(self.snapshots, keep=set(newest), below=newest[0]):
+            log.info("removed the snapshots of versions %s", gone)
+
+
+async def _write(path: Path, chunks: AsyncIterator[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        async for chunk in chunks:
+            await asyncio.to_thread(file.write, chunk)

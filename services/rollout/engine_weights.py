@@ -1,0 +1,176 @@
+"""Puts new weights into an engine: received by broadcast or loaded from a folder, verified, and only then served.
+
+An engine that stages (`/server_info` says `staged_updates`) generates on while it receives; its staged copy is verified and
+switched in between two steps, or dropped. Another engine is paused first and overwritten in place; if that fails it stays
+paused, because it may hold half of each, until `load` gave it verified weights. An engine that cannot tell sha256 checksums
+under Hugging Face names (`verifiable` False) is only ever given verified files. tests/dcs/test_receiver.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+
+from services.dcs.digest import TensorSpec, differences
+from services.rollout.engines.client import EngineClient, EngineDead, EngineError, SwitchMode
+from shared.records import Announcement
+
+log = logging.getLogger(__name__)
+
+
+class WeightsRefused(RuntimeError):
+    """The engine holds, or was sent, other bytes than were announced."""
+
+
+class EngineWeights:
+    """The weights of one running engine."""
+
+    def __init__(self, engine: EngineClient, mode: SwitchMode, *, stages: bool, verifiable: bool) -> None:
+        self._engine, self._mode = engine, mode
+        self.stages, self.verifiable = stages, verifiable
+        self._group = ""
+
+    @classmethod
+    async def attach(
+        cls, engine: EngineClient, mode: SwitchMode, version: int, tensors: Sequence[TensorSpec]
+    ) -> EngineWeights:
+        """Take over an engine that was started on `tensors`. Raises WeightsRefused if it holds others."""
+        info = await engine.server_info()
+        held = (await engine.checksums()).tensors
+        weights = cls(
+            engine,
+            mode,
+            stages=bool(info.get("staged_updates")),
+            verifiable=any(len(held.get(spec.name, "")) == len(spec.sha256) for spec in tensors),
+        )
+        weights._compare(tensors, held)
+        await engine.set_version(str(version))
+        return weights
+
+    async def receive(self, told: Announcement, rank: int, seconds: dict[str, float]) -> None:
+        """Take a version from its broadcast. Raises EngineError or WeightsRefused; what was served before is untouched if
+        the engine stages, else it is left paused."""
+        assert told.group is not None
+        specs, version = specs_of(told), str(told.version)
+        deadline = time.monotonic() + float(told.group["timeout_s"])
+        with timed(seconds, "join"):
+            await self._join(told.group, rank, deadline)
+        try:
+            async with self._update(version, specs, seconds, session=True):
+                with timed(seconds, "transfer"):
+                    for number, bucket in enumerate(told.buckets, start=1):
+                        last = number == len(told.buckets)
+                        await self._engine.update_from_distributed(
+                            [specs[index] for index in bucket],
+                            self._group,
+                            weight_version=version if last else None,
+                            flush_cache=last and self._mode == "retract",
+                            timeout_s=max(0.1, deadline - time.monotonic()),
+                        )
+        except (EngineError, WeightsRefused):
+            await self.leave_group()
+            raise
+
+    async def load(self, folder: Path, version: int, tensors: Sequence[TensorSpec], seconds: dict[str, float]) -> None:
+        """Take a version from a verified folder. Raises as `receive` does."""
+        async with self._update(str(version), tensors, seconds, session=False):
+            with timed(seconds, "load"):
+                await self._engine.update_from_disk(
+                    str(folder),
+                    str(version),
+                    flush_cache=self._mode == "retract",
+                    mode=self._mode if self.stages else None,
+                )
+
+    async def leave_group(self) -> None:
+        """Give the process group up, if there is one."""
+        name, self._group = self._group, ""
+        if not name:
+            return
+        try:
+            await self._engine.destroy_group(name)
+        except EngineDead:
+            raise
+        except EngineError as error:  # it may never have got into the group, which is as well
+            log.info("the engine did not leave group %s: %s", name, error)
+
+    def _update(
+        self, version: str, tensors: Sequence[TensorSpec], seconds: dict[str, float], *, session: bool
+    ) -> AbstractAsyncContextManager[None]:
+        if self.stages:
+            return self._staged(version, tensors, seconds)
+        return self._paused(tensors, seconds, session)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _join(self, group: dict[str, object], rank: int, deadline: float) -> None:
+        name = str(group["name"])
+        if name == self._group:
+            return
+        await self.leave_group()
+        await self._engine.init_group(
+            str(group["host"]),
+            int(str(group["port"])),
+            rank,
+            int(str(group["world_size"])),
+            name,
+            str(group["backend"]),
+            max(1.0, deadline - time.monotonic()),
+        )
+        self._group = name
+
+    @asynccontextmanager
+    async def _staged(
+        self, version: str, tensors: Sequence[TensorSpec], seconds: dict[str, float]
+    ) -> AsyncIterator[None]:
+        """The body fills the stage; then that is verified and switched in, or dropped."""
+        await self._engine.begin_update()
+        try:
+            yield
+            await self._verify(tensors, seconds)
+        except Exception:
+            await self._engine.end_update(commit=False)
+            raise
+        with timed(seconds, "switch"):
+            await self._engine.end_update(commit=True, weight_version=version, mode=self._mode)
+
+    @asynccontextmanager
+    async def _paused(
+        self, tensors: Sequence[TensorSpec], seconds: dict[str, float], session: bool
+    ) -> AsyncIterator[None]:
+        """The body overwrites the live weights; generation goes on only if they are verified then."""
+        await self._engine.pause(self._mode)
+        if session:
+            await self._engine.begin_update()
+        try:
+            yield
+        finally:
+            if session:  # an open one would refuse the next
+                await self._engine.end_update()
+        await self._verify(tensors, seconds)
+        await self._engine.resume()
+
+    async def _verify(self, tensors: Sequence[TensorSpec], seconds: dict[str, float]) -> None:
+        with timed(seconds, "verify"):
+            self._compare(tensors, (await self._engine.checksums()).tensors)
+
+    def _compare(self, tensors: Sequence[TensorSpec], held: dict[str, str]) -> None:
+        if self.verifiable and (wrong := differences(tensors, held)):
+            raise WeightsRefused(f"{len(wrong)} of {len(tensors)} tensors have other checksums, {wrong[0]} first")
+
+
+def specs_of(told: Announcement) -> list[TensorSpec]:
+    columns = zip(told.names, told.dtypes, told.shapes, told.checksums, strict=True)
+    return [TensorSpec(name, dtype, tuple(shape), sha256) for name, dtype, shape, sha256 in columns]
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[name] = time.monotonic() - started

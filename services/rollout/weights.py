@@ -1,0 +1,286 @@
+"""Keeps one engine on the newest weights, and says which ones it serves.
+
+    bootstrap (newest snapshot, pulled and verified) -> engine starts on it -> attach (verify what it holds, join) -> run:
+    announcement -> receive by broadcast -> verify -> switch -> answer, or else pull the snapshot
+
+Guarantees: `version`, `step` and `wait_step` tell only of weights that were verified on the engine's own copy; whatever goes
+wrong with a broadcast (a dead publisher, a deadline, other bytes) is answered as failed and made good from the newest
+snapshot; versions never go back. Torch-free: the engine's process is the member of the broadcast group, and only metadata
+passes through here. How an engine takes weights: engine_weights.py. tests/dcs/test_receiver.py, tests/dcs/test_weights.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from services.dcs import snapshots
+from services.dcs.client import DcsClient, DcsUnavailable, Refused, persist
+from services.dcs.digest import ManifestError
+from services.dcs.snapshots import Manifest, SnapshotError
+from services.rollout.engine_weights import EngineWeights, WeightsRefused, timed
+from services.rollout.engines.client import EngineClient, EngineDead, EngineError
+from shared.records import Announcement, Received
+from shared.service import Context, ServiceFailed
+from shared.wire import WireError, decode
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_S = 0.2
+BACK_OFF_S = (0.2, 1.0, 2.0, 5.0)
+LOAD_TRIES = 5
+LEAVE_DEADLINE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The weights to start an engine on: verified files."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+class WeightReceiver:
+    """The weights of one engine. A new engine takes a new receiver."""
+
+    def __init__(self, ctx: Context, cache: Path, world_size: int = 1) -> None:
+        self._ctx, self._cache, self._world_size = ctx, cache, world_size
+        self._dcs = DcsClient(ctx.kv)
+        self._incarnation = uuid.uuid4().hex
+        self.version, self.step = -1, -1
+        self._steps: dict[int, int] = {}
+        self._weights: EngineWeights | None = None
+        self._read_from = 1
+        self._newest: Announcement | None = None
+        self._arrived = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._following = self._leaving = False
+
+    # -- what the worker calls ----------------------------------------------------------------------------------------
+
+    async def bootstrap(self) -> Start | None:
+        """The newest version, pulled and verified; waits for the first one. None: the service is to stop."""
+        last = await self._ctx.queue.last(self._ctx.subjects.announced)
+        self._read_from = last[1] if last else 1  # from before the pull, so that nothing told meanwhile is missed
+        while True:
+            try:
+                folder, manifest = await self._pull_newest()
+                return Start(folder, manifest)
+            except Refused as refused:
+                log.debug("no version to start from yet: %s", refused)
+            except SnapshotError as error:
+                await self._ctx.events.publish("snapshot_refused", str(error))
+            except DcsUnavailable:
+                return None
+            await self._ctx.beat("waiting for weights")
+            await self._ctx.sleep(POLL_S)
+            if self._ctx.stopping.is_set():
+                return None
+
+    async def attach(self, engine: EngineClient, start: Start) -> None:
+        """Verify that the engine holds what it was started on, then take part in broadcasts."""
+        mode = self._ctx.config.rollout.on_new_weights
+        try:
+            self._weights = await EngineWeights.attach(engine, mode, start.version, start.manifest.tensors)
+        except WeightsRefused as error:
+            raise ServiceFailed(
+                f"the engine loaded other weights than version {start.version} holds ({error}); "
+                "is model.dtype what the trainer publishes and the engine runs in?"
+            ) from error
+        await self._serve(start.version, start.step)
+        await self._answer(start.version, start.step, start.manifest.digest, "snapshot", {})
+        await self._join()
+
+    async def run(self) -> None:
+        """Follow the announcements until cancelled. Raises EngineDead, or ServiceFailed if the engine takes no weights."""
+        reading = asyncio.create_task(self._read())
+        self._following = True
+        try:
+            while True:
+                told = asyncio.create_task(self._arrived.wait())
+                await asyncio.wait({told, reading}, return_when=asyncio.FIRST_COMPLETED)
+                if reading.done():
+                    told.cancel()
+                    reading.result()
+                    raise ServiceFailed("the reader of the weights stream ended by itself")
+                self._arrived.clear()
+                if self._newest is not None and self._newest.version > self.version:
+                    await self._update(self._newest)
+        finally:
+            self._following = False
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await self.leave()
+
+    def step_of(self, version: int) -> int:
+        """The step of a version that was announced or served here. KeyError: never heard of."""
+        return self._steps[version]
+
+    async def wait_step(self, min_step: int, timeout_s: float) -> bool:
+        """Until weights of `min_step` or later are served; False when the time is up."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: self.step >= min_step), timeout_s)
+            except TimeoutError:
+                return False
+        return True
+
+    async def leave(self) -> None:
+        """Out of the group. While `run` goes on, a broadcast that still counts on this member is finished first."""
+        if self._leaving:
+            return
+        self._leaving = True
+        try:
+            awaited = await asyncio.wait_for(
+                self._dcs.leave(self._ctx.replica, incarnation=self._incarnation), LEAVE_DEADLINE_S
+            )
+            if self._following and awaited > self.version:
+                async with self._changed:
+                    await asyncio.wait_for(
+                        self._changed.wait_for(lambda: self.version >= awaited), self._ctx.config.dcs.timeout_s
+                    )
+        except (DcsUnavailable, Refused, TimeoutError) as error:
+            log.info("left without the DCS's word (%s); it will notice by the heartbeat", error or "no answer in time")
+        finally:
+            await self._dcs.close()
+
+    # -- following ----------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """Keep the newest announcement; older ones that are replayed or skipped leave only their step."""
+        stream = self._ctx.queue.read(
+            "weights", start_seq=self._read_from, subject=self._ctx.subjects.announced, live=True
+        )
+        async for data, _ in stream:
+            try:
+                told = decode(data, Announcement)
+            except WireError as error:
+                await self._ctx.events.publish("announcement_refused", str(error))
+                continue
+            self._steps[told.version] = told.step
+            if self._newest is None or told.version > self._newest.version:
+                self._newest = told
+                self._arrived.set()
+
+    async def _update(self, told: Announcement) -> None:
+        """By broadcast if this engine is in the group, else, or if that fails, from the newest snapshot."""
+        rank = self._rank_in(told)
+        if rank is None or not await self._by_broadcast(told, rank):
+            await self._catch_up(told)
+
+    def _rank_in(self, told: Announcement) -> int | None:
+        """Its rank in a broadcast that can still be joined."""
+        group, replica = told.group, self._ctx.replica
+        if group is None or group["incarnations"].get(replica) != self._incarnation:
+            return None
+        if time.time() - told.at > group["timeout_s"]:
+            return None  # read too late: the others are through or have given up
+        return int(group["members"][replica])
+
+    async def _by_broadcast(self, told: Announcement, rank: int) -> bool:
+        assert self._weights is not None
+        seconds = {"notice": max(0.0, time.time() - told.at)}
+        try:
+            with timed(seconds, "total"):
+                await self._weights.receive(told, rank, seconds)
+        except EngineDead:
+            raise
+        except (EngineError, WeightsRefused, ManifestError) as error:
+            await self._answer(
+                told.version, told.step, told.digest, "broadcast", seconds, f"{type(error).__name__}: {error}"
+            )
+            return False
+        await self._serve(told.version, told.step)
+        await self._answer(told.version, told.step, told.digest, "broadcast", seconds)
+        return True
+
+    async def _catch_up(self, told: Announcement) -> None:
+        """Pull and load the newest snapshot, again and again until the engine serves it."""
+        for attempt in range(LOAD_TRIES):
+            seconds: dict[str, float] = {"notice": max(0.0, time.time() - told.at)}
+            try:
+                with timed(seconds, "total"):
+                    with timed(seconds, "pull"):
+                        folder, manifest = await self._pull_newest()
+                    if manifest.version <= self.version:
+                        return
+                    await self._load(folder, manifest, seconds)
+            except EngineDead:
+                raise
+            except (EngineError, WeightsRefused, SnapshotError, Refused) as error:
+                failure = f"{type(error).__name__}: {error}"
+                await self._answer(told.version, told.step, told.digest, "snapshot", seconds, failure)
+                await asyncio.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
+                continue
+            await self._answer(manifest.version, manifest.step, manifest.digest, "snapshot", seconds)
+            await self._join()
+            return
+        raise ServiceFailed(f"version {told.version} could not be loaded in {LOAD_TRIES} tries: {failure}")
+
+    async def _load(self, folder: Path, manifest: Manifest, seconds: dict[str, float]) -> None:
+        assert self._weights is not None
+        self._steps[manifest.version] = manifest.step
+        await self._weights.load(folder, manifest.version, manifest.tensors, seconds)
+        await self._serve(manifest.version, manifest.step)
+        await asyncio.to_thread(snapshots.prune, self._cache, {manifest.version}, manifest.version)
+
+    async def _pull_newest(self) -> tuple[Path, Manifest]:
+        async def pull() -> tuple[Path, Manifest]:
+            newest = await self._dcs.latest()
+            return await snapshots.pull(self._dcs, int(newest["version"]), self._cache)
+
+        return await self._ask(pull)
+
+    async def _serve(self, version: int, step: int) -> None:
+        self._steps[version] = step
+        async with self._changed:
+            self.version, self.step = version, step
+            self._changed.notify_all()
+
+    async def _answer(
+        self,
+        version: int,
+        step: int,
+        digest: str,
+        how: Literal["broadcast", "snapshot"],
+        seconds: dict[str, float],
+        error: str = "",
+    ) -> None:
+        record = Received(self._ctx.replica, version, step, digest, how, seconds, not error, error, time.time())
+        await self._ctx.queue.publish(self._ctx.subjects.received, record)
+
+    async def _join(self) -> None:
+        """Into the group, or again into it after it was left behind; an engine that cannot be verified stays outside."""
+        assert self._weights is not None
+        if self._leaving or not self._weights.verifiable:
+            return
+        await self._ask(
+            lambda: self._dcs.join(self._ctx.replica, incarnation=self._incarnation, world_size=self._world_size)
+        )
+
+    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Ask the DCS, waiting for one that is away until the service is to stop."""
+
+        async def pause(seconds: float) -> bool:
+            if self.version < 0:  # nothing is served yet, so nobody else beats
+                await self._ctx.beat("waiting for the DCS")
+            await self._ctx.sleep(seconds)
+            return not self._ctx.stopping.is_set()
+
+        return await persist(call, pause)

@@ -1,0 +1,275 @@
+"""Publishes the policy's weights: a copy, a version of the DCS, a snapshot, and a broadcast to the members of the group.
+
+`publish` returns as soon as the weights are copied and have their number; training goes on while a background task writes the
+snapshot, meets the members and sends. One publication is under way at a time. Guarantees: a version is announced only when
+its snapshot is complete; every step has a deadline, so a member that is dead or stopped costs at most `dcs.timeout_s` and is
+left behind; a DCS that is away is waited for, and asked again without a second version arising. A trainer process is one
+publisher: when a newer one has published, this one is refused and must stop. tests/dcs/test_publisher.py, test_weights.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from services.dcs import collective
+from services.dcs.client import DcsClient, DcsUnavailable, Refused, persist
+from services.dcs.collective import CollectiveError
+from services.dcs.snapshots import Manifest
+from services.dcs.versions import FAILED_GRACE_S
+from services.trainer.weight_copy import Copier, Copy, write_snapshot
+from shared.service import Context, ServiceFailed
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STOP_GRACE_S = 3.0
+"""How long a DCS that is away is still waited for once this service is to stop."""
+SETTLE_MARGIN_S = 10.0
+POLL_S = 5.0
+UPLOAD_FIRST = 412
+
+
+@dataclass(slots=True)
+class Publication:
+    """One version on its way."""
+
+    version: int
+    step: int
+    copy: Copy
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The process group of an epoch."""
+
+    epoch: int
+    group: dist.ProcessGroup
+    store: dist.TCPStore
+
+
+class WeightPublisher:
+    """The trainer leader's side of the weights."""
+
+    def __init__(self, ctx: Context, model_dir: Path) -> None:
+        self._ctx, self._model_dir = ctx, model_dir
+        self._options = ctx.config.dcs
+        self._root = ctx.config.work_path / "snapshots"
+        self._incarnation = uuid.uuid4().hex
+        self._dcs = DcsClient(ctx.kv)
+        self._copier = Copier(self._options.bucket_mb << 20)
+        # Every call of torch.distributed is made in this one thread: building groups is not thread-safe.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
+        self._joined: Joined | None = None
+        self._delivery: asyncio.Task[None] | None = None
+        self._stop_seen = 0.0
+
+    async def publish(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]], reason: str) -> int:
+        """Copy the weights after `step` updates and return their version. Waits for the last publication to settle first."""
+        started = time.monotonic()
+        await self.settled()
+        waited = time.monotonic() - started
+        copy = await self._ctx.compute(self._copier.copy, tensors)
+        answer = await self._ask(
+            lambda: self._dcs.allocate(publisher=self._incarnation, step=step, digest=copy.digest, reason=reason),
+            beat=True,
+        )
+        publication = Publication(int(answer["version"]), step, copy)
+        publication.seconds |= {"publish_wait_s": waited, "copy_s": copy.copy_s, "checksum_s": copy.checksum_s}
+        self._delivery = asyncio.create_task(self._deliver(publication))
+        return publication.version
+
+    async def settled(self) -> None:
+        """Until the last publication is sent and answered, or its stragglers are left behind. Raises what went wrong."""
+        while self._delivery is not None:
+            await asyncio.wait({self._delivery}, timeout=1.0)
+            if self._delivery.done():
+                delivery, self._delivery = self._delivery, None
+                delivery.result()
+            else:
+                await self._ctx.beat("waiting for the members")
+
+    async def close(self) -> None:
+        """Settle, leave the group, and end. What cannot be finished is logged."""
+        try:
+            await self.settled()
+        except (ServiceFailed, DcsUnavailable, OSError) as error:
+            log.warning("the last publication was not finished: %s", error)
+        await self._in_thread(self._leave)
+        self._thread.shutdown(wait=False)
+        await self._dcs.close()
+
+    # -- one publication ----------------------------------------------------------------------------------------------
+
+    async def _deliver(self, publication: Publication) -> None:
+        try:
+            await self._send(publication)
+        except DcsUnavailable as error:
+            if not self._ctx.stopping.is_set():
+                raise
+            log.warning("version %d was not finished before the stop: %s", publication.version, error)
+        finally:
+            self._ctx.metrics.emit(
+                step=publication.step,
+                weights_version=publication.version,
+                weights_bytes=publication.copy.nbytes,
+                **publication.seconds,
+            )
+
+    async def _send(self, publication: Publication) -> None:
+        with _timed(publication, "snapshot_s"):
+            manifest = await asyncio.to_thread(self._write, publication)
+        store = await self._in_thread(lambda: collective.host_store(self._options.timeout_s))
+        group = await self._announce(publication, manifest, store)
+        error = ""
+        if group is not None:
+            error = await self._in_thread(lambda: self._broadcast(publication, group, store))
+        with _timed(publication, "settle_s"):
+            await self._ask(
+                lambda: self._dcs.result(
+                    publication.version,
+                    publisher=self._incarnation,
+                    ok=not error,
+                    error=error,
+                    seconds=publication.seconds,
+                )
+            )
+            if not await self._await_answers(publication.version) or group is None:
+                await self._in_thread(self._leave)
+
+    def _write(self, publication: Publication) -> Manifest:
+        return write_snapshot(
+            publication.copy,
+            self._root,
+            self._model_dir,
+            version=publication.version,
+            step=publication.step,
+            owner=self._incarnation,
+        )
+
+    async def _announce(
+        self, publication: Publication, manifest: Manifest, store: dist.TCPStore
+    ) -> dict[str, Any] | None:
+        """Returns the group to send to."""
+
+        async def tell() -> dict[str, Any]:
+            return await self._dcs.announce(
+                publication.version,
+                publisher=self._incarnation,
+                epoch=self._joined.epoch if self._joined else 0,
+                host=_own_address(await self._dcs.host()),
+                port=store.port,
+            )
+
+        async def tell_with_files() -> dict[str, Any]:
+            try:
+                return await tell()
+            except Refused as refused:
+                if refused.status != UPLOAD_FIRST:
+                    raise
+            await self._dcs.upload(publication.version, self._root / f"v{publication.version}", manifest)
+            return await tell()
+
+        return (await self._ask(tell_with_files))["group"]
+
+    async def _await_answers(self, version: int) -> bool:
+        """Until every member has answered or is left behind. True if all have it by this broadcast."""
+        deadline = time.monotonic() + self._options.timeout_s + FAILED_GRACE_S + SETTLE_MARGIN_S
+        while time.monotonic() < deadline:
+            status = await self._ask(lambda: self._dcs.version(version, wait_s=POLL_S))
+            if status["phase"] != "announced":
+                return bool(status["clean"])
+        await self._ctx.events.publish("not_settled", f"the DCS does not settle version {version}", version=version)
+        return False
+
+    # -- in the broadcast thread --------------------------------------------------------------------------------------
+
+    def _broadcast(self, publication: Publication, group: dict[str, Any], store: dist.TCPStore) -> str:
+        """Send all buckets. Returns why it failed, '' if it did not."""
+        deadline = time.monotonic() + group["timeout_s"]
+        try:
+            with _timed(publication, "join_s"):
+                process_group = self._join(group, store, deadline)
+            with _timed(publication, "broadcast_s"):
+                for bucket in publication.copy.buckets:
+                    data = bucket.data.cuda() if group["backend"] == "nccl" else bucket.data
+                    collective.broadcast(process_group, data, deadline)
+        except CollectiveError as error:
+            self._leave()
+            return str(error)
+        return ""
+
+    def _join(self, group: dict[str, Any], store: dist.TCPStore, deadline: float) -> dist.ProcessGroup:
+        if self._joined is not None and self._joined.epoch == group["epoch"]:
+            return self._joined.group
+        self._leave()
+        joined = collective.join(
+            group["host"],
+            group["port"],
+            group["world_size"],
+            0,
+            group["name"],
+            group["backend"],
+            max(0.1, deadline - time.monotonic()),
+            store,
+        )
+        self._joined = Joined(group["epoch"], joined, store)
+        return joined
+
+    def _leave(self) -> None:
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            collective.leave(joined.group)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    # -- the DCS ------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, call: Callable[[], Awaitable[T]], beat: bool = False) -> T:
+        """Ask the DCS, waiting for one that is away. `beat` only where the worker's own loop waits here."""
+
+        async def pause(seconds: float) -> bool:
+            if beat:
+                await self._ctx.beat("waiting for the DCS")
+            if self._ctx.stopping.is_set():
+                self._stop_seen = self._stop_seen or time.monotonic()
+                if time.monotonic() - self._stop_seen > STOP_GRACE_S:
+                    return False
+            await asyncio.sleep(seconds)
+            return True
+
+        try:
+            return await persist(call, pause)
+        except Refused as error:
+            raise ServiceFailed(f"the DCS refuses this trainer's weights: {error}") from error
+
+
+@contextmanager
+def _timed(publication: Publication, name: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        publication.seconds[name] = time.monotonic() - started
+
+
+def _own_address(towards: str) -> str:
+    """The address of this host on the way to the DCS: the members reach the publisher under it."""
+    with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # datagrams: nothing is sent, only the route is looked up
+        return str(probe.getsockname()[0])
