@@ -186,7 +186,8 @@ async def _wait_for_run(connection: Connection, subjects: Subjects) -> tuple[KV,
         log.info("waiting for the config of run %r", subjects.run)
         await asyncio.sleep(1.0)
     raise ConfigError(
-        f"no run named {subjects.run!r} on this broker after {CONFIG_DEADLINE_S:.0f} s; check --run, or start it with `slipstream up`"
+        f"no run named {subjects.run!r} on this broker after {CONFIG_DEADLINE_S:.0f} s; "
+        "check --run, or start it with `slipstream up`"
     )
 
 

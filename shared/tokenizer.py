@@ -39,7 +39,9 @@ class Tokenizer:
         if isinstance(prompt, str):
             return list(self._tokenizer.encode(prompt, add_special_tokens=False))
         if not self._tokenizer.chat_template:
-            raise TokenizerError("the prompt is a list of messages, but the tokenizer has no chat template; use string prompts")
+            raise TokenizerError(
+                "the prompt is a list of messages, but the tokenizer has no chat template; use string prompts"
+            )
         text = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 

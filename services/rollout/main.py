@@ -1,6 +1,6 @@
 """The rollout service: fetch verified weights, start an engine on them, then turn prompts into groups with samples.
 
-    connect -> bootstrap (newest snapshot, verified) -> engine -> pull a prompt -> wait for its min_step -> sample -> hand on -> ack
+    bootstrap (newest snapshot, verified) -> engine -> pull a prompt -> wait for its min_step -> sample -> hand on -> ack
 
 Guarantees: a prompt is pulled only when there is a free slot for it; it is started only under verified weights of its
 `min_step` or newer; it is acknowledged only after its samples are stored as a reward request; a prompt that this replica cannot
@@ -20,11 +20,12 @@ from services.rollout.engines.client import EngineClient, EngineDead, EngineErro
 from services.rollout.engines.process import EngineProcess, EngineStartError
 from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
 from services.rollout.weights import Stopped, WeightReceiver
-from shared import wire
+from shared import waivers, wire
 from shared.pull import Delivery
 from shared.records import Group, Receipt, ints
 from shared.service import Context, ServiceFailed
 from shared.tokenizer import Tokenizer, TokenizerError
+from shared.waivers import Waivers
 
 log = logging.getLogger(__name__)
 
@@ -143,10 +144,12 @@ class Worker:
             )
             await delivery.ack()
             return
-        while not await self.receiver.wait_step(group.min_step, POLL_S):
+        needed = group.min_step
+        while not await self.receiver.wait_step(needed, POLL_S):
             if ctx.stopping.is_set():
                 await delivery.nak()
                 return
+            needed = Waivers.load(await ctx.kv.get(waivers.KEY)).min_step(group)
         started = time.time()
         request = generate_request(group, prompt_ids, self.tokenizer.eos_id, f"{ctx.replica}-{delivery.delivered}")
         answers = await self.engine.generate(request, timeout_s=config.rollout.request_timeout_s)

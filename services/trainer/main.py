@@ -29,6 +29,8 @@ from services.trainer.schedule import learning_rate
 from services.trainer.start import Interrupted, Start, begin, meta_of
 from services.trainer.tensorfile import DiskFullError
 from services.trainer.weights import WeightPublisher
+from shared import wire
+from shared.ledger import Ledger
 from shared.records import Group, Receipt
 from shared.service import Context, ServiceFailed
 from shared.tokenizer import TokenizerError
@@ -76,10 +78,25 @@ async def train(ctx: Context) -> None:
 
 
 async def roll_back(ctx: Context, start: Start, version: int) -> None:
-    """Put on record that updates after the checkpoint, if there were any, are undone."""
+    """Put on record that updates after the checkpoint, if there were any, are undone.
+
+    Their groups come again, since nothing acknowledged them, but for those that a checkpoint covered which is damaged now:
+    they are dropped with reason `rollback`, and the controller issues their prompts again.
+    """
     start.rollbacks.append(Rollback(version, start.step))
-    receipt = Receipt("rollback", step=start.step, detail={"version": version}, replica=ctx.replica, at=time.time())
-    await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"rollback:{version}")
+    ledger = Ledger()
+    async for message, _ in ctx.queue.read("receipts"):
+        ledger.apply(wire.decode(message, Receipt))
+    gone = [group_id for step in range(start.step, start.acknowledged) for group_id in ledger.by_step.get(step, [])]
+    now = time.time()
+    rollback = Receipt("rollback", step=start.step, detail={"version": version}, replica=ctx.replica, at=now)
+    drops = [
+        Receipt("dropped", entry.group_id, entry.issue, entry.seat, entry.min_step, reason="rollback", at=now)
+        for entry in (ledger.entries[group_id] for group_id in gone)
+    ]
+    await ctx.queue.publish(ctx.subjects.receipts, rollback, msg_id=f"rollback:{version}")
+    await ctx.queue.publish_all([(ctx.subjects.receipts, drop, f"dropped:{drop.group_id}:{version}") for drop in drops])
+    await ctx.events.publish("rollback", f"to step {start.step}", step=start.step, version=version, lost=len(drops))
 
 
 class Training:

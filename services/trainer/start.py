@@ -43,6 +43,8 @@ class Start:
     step: int
     rollbacks: list[Rollback]
     resumed: bool
+    acknowledged: int = 0
+    """Messages of groups trained before this step may be gone: a checkpoint that is damaged now covered them."""
 
 
 def device_of(config: RunConfig) -> str:
@@ -86,6 +88,7 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
         checkpoint.entry.step,
         [Rollback(version, step) for version, step in meta["rollbacks"]],
         resumed=True,
+        acknowledged=max((damage.step for damage in checkpoint.damaged), default=0),
     )
 
 
