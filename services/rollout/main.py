@@ -19,7 +19,7 @@ from pathlib import Path
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
 from services.rollout.engines.process import EngineProcess, EngineStartError
 from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
-from services.rollout.weights import Stopped, WeightReceiver
+from services.rollout.weights import WeightReceiver
 from shared import waivers, wire
 from shared.pull import Delivery
 from shared.records import Group, Receipt, ints
@@ -40,8 +40,6 @@ async def main(ctx: Context) -> None:
         while not ctx.stopping.is_set():
             try:
                 await _with_engine(ctx, Path(cache))
-            except Stopped:
-                return
             except (EngineStartError, TokenizerError) as error:
                 raise ServiceFailed(str(error)) from error
             except EngineDead as error:
@@ -51,16 +49,18 @@ async def main(ctx: Context) -> None:
 
 
 async def _with_engine(ctx: Context, cache: Path) -> None:
+    receiver = WeightReceiver(ctx, cache)
+    await ctx.beat("fetching weights")
+    if (start := await receiver.bootstrap()) is None:
+        return
+    await ctx.beat("starting engine")
     async with AsyncExitStack() as stack:
-        receiver = WeightReceiver(ctx, lambda: engine, cache)
-        await ctx.beat("fetching weights")
-        folder, version, _ = await receiver.bootstrap()
-        await ctx.beat("starting engine")
-        process = await EngineProcess.start_for(ctx.config, folder, weight_version=str(version))
+        process = await EngineProcess.start_for(ctx.config, start.folder, weight_version=str(start.version))
         stack.push_async_callback(process.stop)
         engine = await stack.enter_async_context(EngineClient(process.url))
-        await Worker(ctx, engine, receiver, Tokenizer(folder)).run()
-        await receiver.leave()
+        await receiver.attach(engine, start)
+        await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)
+        await Worker(ctx, engine, receiver, Tokenizer(start.folder)).run()
 
 
 class Worker:
