@@ -25,7 +25,7 @@ class Tokens:
     logprobs_N: torch.Tensor
     """Log-probability of each token under the policy being trained, at the sampling temperature."""
     rollout_logprobs_N: torch.Tensor
-    """The engine's, when it drew the token. Finite where the mask is set."""
+    """The engine's, when it drew the token. Always finite: zero where the engine gave none, and there the mask is unset."""
     advantages_N: torch.Tensor
     mask_N: torch.Tensor
     """Bool: the token counts. Tokens that an environment wrote are not listed at all; unset here means that the engine gave

@@ -287,6 +287,10 @@ def ensure_process_groups(device: str) -> None:
     if not dist.is_initialized():
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() != 1:
+        raise RuntimeError(
+            f"this trainer runs one rank, but torch.distributed has {dist.get_world_size()}; start it once"
+        )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
 

@@ -1,0 +1,192 @@
+"""Checkpoints survive being killed at any point of saving, damage, and a full disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.checkpoint import CheckpointError, CheckpointStore
+from services.trainer.tensorfile import DiskFullError
+from tests.trainer.test_policy import equal, train, weights
+from tests.trainer.test_tensorfile import file_size_limit
+
+META = {"version": 7, "trained": ["0-1", "0-2"], "window": {"head": 3, "taken": [5]}, "ledger_seq": 1 << 40}
+
+
+def tensors(step: int, count: int = 1000) -> dict[str, torch.Tensor]:
+    return {"model.weight": torch.full((count,), float(step)), "rng.cpu": torch.get_rng_state()}
+
+
+def test_gives_back_what_was_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.load() is None
+    entry = store.save(3, tensors(3), META)
+    found = store.load()
+    assert found is not None
+    assert (found.entry, found.meta, found.damaged) == (entry, META, ())
+    assert equal(found.tensors, tensors(3))
+
+
+def test_keeps_the_newest_and_removes_the_rest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    (tmp_path / "notes.txt").touch()
+    for step in (1, 2, 3, 4):
+        store.save(step, tensors(step), {})
+    assert [entry.step for entry in store.entries()] == [3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-00000003-step-00000003",
+        "checkpoint-00000004-step-00000004",
+        "notes.txt",
+    ]
+
+
+def test_after_a_rollback_the_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=4)
+    for step in (10, 20):
+        store.save(step, tensors(step), {"run": "before"})
+    assert store.load(10).entry.step == 10  # type: ignore[union-attr]
+    store.save(12, tensors(12), {"run": "after"})
+    store.save(20, tensors(20), {"run": "after"})
+    assert [(entry.sequence, entry.step) for entry in store.entries()] == [(1, 10), (2, 20), (3, 12), (4, 20)]
+    assert store.load(20).meta == {"run": "after"}  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match="no checkpoint of step 15; there are 10, 20, 12, 20"):
+        store.load(15)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: truncate(folder / "state.safetensors"), "has .* bytes instead of"),
+        (lambda folder: flip(folder / "state.safetensors"), "sha256 differs"),
+        (lambda folder: flip(folder / "meta.msgpack"), "sha256 differs"),
+        (lambda folder: (folder / "meta.msgpack").unlink(), "meta.msgpack is missing"),
+        (lambda folder: (folder / "manifest.msgpack").unlink(), "manifest.msgpack is missing"),
+        (lambda folder: (folder / "manifest.msgpack").write_bytes(b"\xc1"), "not readable"),
+        (lambda folder: (folder / "manifest.msgpack").write_bytes(b"\x80"), "format None"),
+    ],
+)
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
+    tmp_path: Path, spoil: Callable[[Path], None], reason: str
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, tensors(1), {"step": 1})
+    spoil(store.save(2, tensors(2), {"step": 2}).path)
+    found = store.load()
+    assert found is not None
+    assert (found.entry.step, found.meta) == (1, {"step": 1})
+    (damage,) = found.damaged
+    assert damage.step == 2
+    assert damage.path.is_dir()
+    assert damage.path.name == "damaged-checkpoint-00000002-step-00000002"
+    assert re.search(reason, damage.reason)
+    store.save(2, tensors(2), {"step": 2})  # goes on, and the damaged one does not count among those kept
+    assert [entry.step for entry in store.entries()] == [1, 2]
+
+
+def test_none_whole_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        flip(store.save(step, tensors(step), {}).path / "state.safetensors")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole \(step 2: .*; step 1: "):
+        store.load()
+
+
+def test_a_full_disk_is_a_clear_error_and_harms_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, tensors(1), {})
+    with file_size_limit(1 << 20), pytest.raises(DiskFullError, match=r"no room to write 4\.0 MB.*move `workdir`"):
+        store.save(2, tensors(2, count=1_000_000), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000001-step-00000001"]
+    assert store.load().entry.step == 1  # type: ignore[union-attr]
+
+
+KILL_EVERYWHERE = """
+import os, signal, sys, pathlib
+import torch
+from services.trainer.checkpoint import CheckpointStore
+
+root, state = pathlib.Path(sys.argv[1]), {"w": torch.zeros(5000)}
+OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+
+def save_and_die_at(point, folder):
+    calls = 0
+    def before(event, _arguments):
+        nonlocal calls
+        if event in OPERATIONS:
+            calls += 1
+            if calls == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+    store = CheckpointStore(folder, keep=1)
+    sys.addaudithook(before)
+    store.save(2, {"w": state["w"] + 2}, {"step": 2})
+    os._exit(0)
+
+point = 0
+while True:
+    point += 1
+    folder = root / str(point)
+    CheckpointStore(folder, keep=1).save(1, {"w": state["w"] + 1}, {"step": 1})
+    child = os.fork()
+    if child == 0:
+        save_and_die_at(point, folder)
+    status = os.waitpid(child, 0)[1]
+    if not os.WIFSIGNALED(status):
+        sys.exit(0 if os.WEXITSTATUS(status) == 0 else 1)
+"""
+
+
+def test_killed_at_any_point_of_saving_one_whole_checkpoint_remains(tmp_path: Path) -> None:
+    """A child saves over a good checkpoint and is killed before its n-th file operation, for every n until it gets through."""
+    subprocess.run(
+        [sys.executable, "-c", KILL_EVERYWHERE, str(tmp_path)], check=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
+    points = sorted(int(path.name) for path in tmp_path.iterdir())
+    assert len(points) > 8
+    steps = []
+    for point in points:
+        store = CheckpointStore(tmp_path / str(point), keep=1)
+        found = store.load()
+        assert found is not None
+        assert found.damaged == ()
+        assert found.meta == {"step": found.entry.step}
+        assert torch.equal(found.tensors["w"], torch.full((5000,), float(found.entry.step)))
+        steps.append(found.entry.step)
+        store.save(3, found.tensors, {"step": 3})
+        assert len(list(store.folder.iterdir())) == 1  # the next save clears away what the crash left
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
+
+
+def test_a_policy_goes_on_bit_for_bit_from_the_disk(tmp_path: Path, make_policy: Callable[..., Any]) -> None:
+    straight = make_policy()
+    train(straight, range(4))
+    stopped = make_policy()
+    train(stopped, range(2))
+    store = CheckpointStore(tmp_path)
+    store.save(2, stopped.state_dict(), META)
+    train(stopped, range(20, 22))  # saved tensors are copies: what happens later does not reach them
+
+    resumed = make_policy(seed=3)
+    found = store.load()
+    assert found is not None
+    resumed.load_state_dict(found.tensors)
+    train(resumed, range(2, 4))
+    assert equal(weights(resumed), weights(straight))

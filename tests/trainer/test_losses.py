@@ -1,0 +1,226 @@
+"""The losses against numbers computed elsewhere, and what no number shows: masks, non-finite input, sums that add up.
+
+tests/data/loss_cases.npz holds inputs, losses and gradients from an independent implementation, in float64; see the header of
+its `meta`. GRPO's own variants differ in the reduction only, so four of its loss types check all three reductions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from services.trainer.algorithms import policy_loss
+from services.trainer.algorithms.grpo import grpo
+from services.trainer.algorithms.reductions import Tokens, finish, merge, reduce
+from services.trainer.algorithms.sft import sft
+from shared.config import AlgorithmConfig
+
+ARCHIVE = np.load(Path(__file__).parents[1] / "data/loss_cases.npz")
+REDUCTIONS = {"grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "dr_grpo": "constant"}
+ELSEWHERE = ("beta", "delta", "opsm", "is_min")
+"""Settings of other algorithms."""
+
+
+def applies(case: dict[str, Any]) -> bool:
+    return (
+        case["loss_type"] in REDUCTIONS
+        and case["level"] == "token"
+        and case.get("is_mode") in (None, "token_truncate")
+        and not any(case.get(name) for name in ELSEWHERE)
+        and case["name"] != "dapo-is-nan"  # a rule of its own here, tested below
+    )
+
+
+CASES = [case for case in json.loads(str(ARCHIVE["meta"]))["cases"] if applies(case)]
+
+
+def array(case: dict[str, Any], name: str) -> torch.Tensor | None:
+    key = f"{case['key']}/{name}"
+    return torch.from_numpy(ARCHIVE[key]) if key in ARCHIVE else None
+
+
+def tokens_of(case: dict[str, Any]) -> tuple[Tokens, torch.Tensor, torch.Tensor]:
+    """(the case's tokens in packed form, its log-probabilities with a gradient, its mask)."""
+    logprobs_BT = array(case, "logp")
+    assert logprobs_BT is not None
+    logprobs_BT.requires_grad_()
+    tool, mask = array(case, "tool_mask"), array(case, "comp_mask")
+    assert mask is not None
+    mask_BT = mask.bool() if tool is None else (mask * tool).bool()
+    advantages = array(case, "adv")
+    assert advantages is not None
+    advantages_BT = (advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(logprobs_BT)
+    rows, old, sampled = mask_BT.nonzero()[:, 0], array(case, "old"), array(case, "samp")
+    before = logprobs_BT.detach() if old is None else old
+    return (
+        Tokens(
+            logprobs_N=logprobs_BT[mask_BT],
+            rollout_logprobs_N=(before if sampled is None else sampled)[mask_BT],
+            advantages_N=advantages_BT[mask_BT],
+            mask_N=torch.ones(len(rows), dtype=torch.bool),
+            sequence_N=rows,
+            sequences=len(mask_BT),
+            old_logprobs_N=before[mask_BT],
+        ),
+        logprobs_BT,
+        mask_BT,
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_grpo_matches_independent_numbers(case: dict[str, Any]) -> None:
+    tokens, logprobs_BT, _ = tokens_of(case)
+    total, metrics = grpo(
+        tokens,
+        clip_low=case["eps_low"],
+        clip_high=case["eps_high"],
+        tis_cap=case.get("is_max"),
+        reduction=REDUCTIONS[case["loss_type"]],  # type: ignore[arg-type]
+        max_tokens=case["max_len"],
+    )
+    denominator = case["num_items"] if case["loss_type"] == "dapo" else float(metrics["denominator"])
+    loss = total / max(denominator, 1.0)
+    loss.backward()
+    assert logprobs_BT.grad is not None
+    np.testing.assert_allclose(loss.item(), ARCHIVE[f"{case['key']}/loss"], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(logprobs_BT.grad.numpy(), ARCHIVE[f"{case['key']}/grad"], rtol=0, atol=1e-9)
+
+
+def test_enough_cases_apply() -> None:
+    assert len(CASES) == 50
+    assert {case["loss_type"] for case in CASES} == set(REDUCTIONS)
+
+
+def example(*, seed: int = 0, **changes: Any) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(10, dtype=torch.float64, generator=generator)
+
+    fields: dict[str, Any] = {
+        "logprobs_N": (draw() * 0.3 - 2).requires_grad_(),
+        "rollout_logprobs_N": draw() * 0.3 - 2,
+        "advantages_N": draw(),
+        "mask_N": torch.ones(10, dtype=torch.bool),
+        "sequence_N": torch.tensor([0, 0, 0, 1, 1, 1, 1, 3, 3, 3]),
+        "sequences": 4,
+        "entropy_N": draw().abs(),
+    }
+    return Tokens(**{**fields, **changes})
+
+
+def test_masked_tokens_leave_numerator_denominator_and_gradient() -> None:
+    """A token without a finite log-probability from the engine, which packing hands over as zero, counts nowhere."""
+    mask_N = torch.tensor([True, False, True, True, True, False, True, True, True, True])
+    whole = example()
+    spoilt = example(
+        mask_N=mask_N,
+        rollout_logprobs_N=torch.where(mask_N, whole.rollout_logprobs_N, 0.0),
+        logprobs_N=whole.logprobs_N,
+    )
+    kept = Tokens(
+        **{
+            name: getattr(whole, name)[mask_N]
+            for name in ("rollout_logprobs_N", "advantages_N", "mask_N", "sequence_N")
+        },
+        logprobs_N=whole.logprobs_N[mask_N],
+        entropy_N=whole.entropy_N[mask_N] if whole.entropy_N is not None else None,
+        sequences=4,
+    )
+    for options in (
+        {},
+        {"old_logprobs": "rollout"},
+        {"reduction": "sequence_mean"},
+        {"reduction": "constant", "max_tokens": 8},
+    ):
+        loss, metrics = grpo(spoilt, **options)  # type: ignore[arg-type]
+        expected, expected_metrics = grpo(kept, **options)  # type: ignore[arg-type]
+        assert {k: float(v.detach()) for k, v in metrics.items()} == pytest.approx(
+            {k: float(v.detach()) for k, v in expected_metrics.items()}
+        )
+        (gradient,) = torch.autograd.grad(loss, whole.logprobs_N, retain_graph=True)
+        (expected_gradient,) = torch.autograd.grad(expected, whole.logprobs_N, retain_graph=True)
+        torch.testing.assert_close(gradient, expected_gradient)
+        assert (gradient[~mask_N] == 0).all()
+
+
+def test_a_sequence_with_all_tokens_masked_leaves_the_denominator_but_an_empty_one_stays() -> None:
+    mask_N = torch.tensor([False] * 3 + [True] * 7)  # sequence 0 is masked; sequence 2 never had tokens
+    _, denominator = reduce(torch.ones(10), example(mask_N=mask_N), "sequence_mean")
+    assert int(denominator) == 3
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_sums_of_parts_are_the_sum_of_the_whole(reduction: Any) -> None:
+    whole = example()
+    cut = whole.sequence_N < 1
+    parts = [
+        Tokens(
+            **{
+                n: getattr(whole, n)[w]
+                for n in ("logprobs_N", "rollout_logprobs_N", "advantages_N", "mask_N", "entropy_N")
+            },
+            sequence_N=whole.sequence_N[w] - shift,
+            sequences=count,
+        )
+        for w, shift, count in ((cut, 0, 1), (~cut, 1, 3))
+    ]
+    _, expected = grpo(whole, reduction=reduction, max_tokens=8)
+    merged = merge({k: float(v) for k, v in grpo(part, reduction=reduction, max_tokens=8)[1].items()} for part in parts)
+    assert merged == pytest.approx({k: float(v) for k, v in expected.items()})
+
+
+def test_metrics_say_what_they_mean() -> None:
+    tokens = example()
+    _, sums = grpo(tokens, old_logprobs="rollout")
+    metrics = finish({name: float(value.detach()) for name, value in sums.items()})
+    ratio_N = (tokens.logprobs_N - tokens.rollout_logprobs_N).exp().detach()
+    assert metrics["ratio"] == pytest.approx(float(ratio_N.mean()))
+    assert metrics["ratio_max"] == pytest.approx(float(ratio_N.max()))
+    assert metrics["mismatch_kl"] == pytest.approx(float((ratio_N - 1 - ratio_N.log()).mean()))
+    assert metrics["tis_weight"] == 1.0
+    assert metrics["entropy"] == pytest.approx(float(tokens.entropy_N.mean()))  # type: ignore[union-attr]
+    assert metrics["tokens"] == metrics["denominator"] == 10
+    assert finish({"loss": 0.0, "denominator": 0.0, "tokens": 0.0, "ratio": 0.0})["loss"] == 0.0
+
+
+def test_old_logprobs_choose_what_corrects_for_staleness() -> None:
+    """`trainer`: ratio 1 and a capped weight. `rollout`: the ratio is clipped and the weight is 1. Far apart both hold back."""
+    tokens = example(rollout_logprobs_N=torch.full((10,), -9.0, dtype=torch.float64), advantages_N=torch.ones(10))
+    _, trainer = grpo(tokens)
+    assert float(trainer["ratio_max"]) == 1.0
+    assert float(trainer["tis_weight"]) == 20.0
+    rollout_loss, rollout = grpo(tokens, old_logprobs="rollout")
+    assert float(rollout["clip_fraction"]) == 10
+    assert torch.autograd.grad(rollout_loss, tokens.logprobs_N)[0].abs().max() == 0
+
+
+def test_run_file_settings_reach_the_loss() -> None:
+    tokens = example()
+    config = AlgorithmConfig(clip_low=0.01, clip_high=0.02, old_logprobs="rollout", tis_cap=None)
+    ours, _ = policy_loss(config)(tokens)
+    theirs, _ = grpo(tokens, clip_low=0.01, clip_high=0.02, old_logprobs="rollout", tis_cap=None)
+    assert ours == theirs
+
+
+def test_empty_micro_batch_has_a_loss_of_zero_that_can_be_differentiated() -> None:
+    none = torch.zeros(0)
+    tokens = Tokens(none.clone().requires_grad_(), none, none, none.bool(), none.long(), sequences=2)
+    for loss in (grpo, sft):
+        total, metrics = loss(tokens)
+        total.backward()
+        assert float(total) == float(metrics["denominator"]) == 0
+
+
+def test_sft_is_cross_entropy() -> None:
+    logits_NV = torch.randn(10, 7, dtype=torch.float64, requires_grad=True)
+    targets_N = torch.randint(0, 7, (10,))
+    logprobs_N = logits_NV.log_softmax(-1).gather(1, targets_N[:, None]).squeeze(1)
+    total, metrics = sft(example(logprobs_N=logprobs_N))
+    torch.testing.assert_close(total / metrics["denominator"], F.cross_entropy(logits_NV, targets_N))
