@@ -1,10 +1,11 @@
 """After a rollback: which groups need no longer wait for the weights that they were promised.
 
-A group's `min_step` was right in the history of the weights in which it was issued. When the trainer goes back to the weights of
-step R, that history is gone: groups issued before may ask for steps that lie far ahead, while the updates in between wait for just
-these groups. The controller therefore writes under `KEY` in the run's config bucket: groups with an issue number below `issue`
-need not wait for more than `step`. The bound on staleness stands all the same, for the trainer checks every group's age when it
-takes it (`stale`, and then the prompt is issued again). `tests/controller/test_credits.py` shows the deadlock without, and none with.
+A group's `min_step` was right in the history of the weights in which it was issued. When the trainer goes back to the weights
+of step R, that history is gone: groups issued before may ask for steps that lie far ahead, while the updates in between wait
+for just these groups. The controller therefore writes under `KEY` in the run's config bucket: groups with an issue number below
+`issue` need not wait for more than `step`. The bound on staleness stands all the same, for the trainer checks every group's age
+when it takes it (`stale`, and then the prompt is issued again). `tests/controller/test_credits.py` shows the deadlock without
+waivers, and none with them.
 """
 
 from __future__ import annotations

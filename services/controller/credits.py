@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from shared.config import RunConfig
 from shared.ledger import Ledger
 from shared.records import Receipt
+from shared.waivers import Waivers
 
 REISSUED = ("stale", "rollback")
 """Drop reasons after which the prompt gets another group."""
@@ -96,6 +97,8 @@ class Credits:
     """Prompts issued for the first time so far: the cursor in the data order."""
     again: deque[str] = field(default_factory=deque)
     """Ids to be issued next, of prompts whose last group was dropped for no fault of theirs."""
+    waivers: Waivers = field(default_factory=Waivers)
+    """To be written to KV whenever `apply` of a rollback changed it."""
     drops_since_trained: int = 0
 
     @property
@@ -120,6 +123,8 @@ class Credits:
 
     def apply(self, receipt: Receipt) -> bool:
         """Fold one receipt. True if it changed the ledger. Evaluation groups have no credit: their receipts change nothing."""
+        if receipt.kind == "rollback":
+            self.waivers.add(self.ledger.next_issue, receipt.step)
         if is_eval(receipt.group_id) or not self.ledger.apply(receipt):
             return False
         if receipt.kind == "issued":
@@ -132,6 +137,17 @@ class Credits:
         if entry is not None and entry.issued and entry.fate == "dropped" and entry.reason in REISSUED:
             self._queue_again(entry.group_id)
         return True
+
+    def restored(self, stored: Waivers) -> None:
+        """The whole log is folded again after a restart, and `stored` is what KV held.
+
+        A group that was planned before a rollback may have been issued after it, so the place of the rollback in the log is no
+        measure: what KV has not yet stands for everything issued until now.
+        """
+        known = len(stored.issues)
+        self.waivers.issues[:known] = stored.issues
+        self.waivers.issues[known:] = [self.ledger.next_issue] * (len(self.waivers.issues) - known)
+        self.drops_since_trained = 0
 
     def plan(self) -> list[Ticket]:
         """What may be issued now, in order. Nothing is taken until the `issued` receipts are applied."""
@@ -171,7 +187,7 @@ class Credits:
         return int(epoch) * (self.epoch_size or 0) + int(index)
 
     def _count_issued(self, group_id: str) -> None:
-        base, attempt = split_id(group_id)
+        _, attempt = split_id(group_id)
         if attempt == 0:
             self.fresh += 1
         elif group_id in self.again:
