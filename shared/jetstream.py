@@ -58,6 +58,10 @@ class Waiter(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
+class Lost(Exception):
+    """The connection went away while an answer was waited for."""
+
+
 class Request:
     """A waiter for one answer."""
 
@@ -117,7 +121,8 @@ class Channel:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, NatsError, OSError):
             await task
-        await self.nc.close()
+        with contextlib.suppress(NatsError, OSError):
+            await self.nc.close()
         raise BrokerUnavailable(redact(self.url), self._last_error, deadline_s)
 
     async def _connect(self, nc: Client) -> None:
@@ -193,10 +198,9 @@ class Channel:
         """No limits on what may queue up: the pull loop asks only for what fits."""
         return await self.nc.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
 
-    async def request(
-        self, subject: str, payload: bytes, deadline_s: float, headers: dict[str, str] | None = None
-    ) -> Msg:
-        """One answer, asking again while nobody answers. Only for requests that may arrive twice."""
+    async def request(self, subject: str, payload: bytes, deadline_s: float, *, once: bool = False) -> Msg:
+        """One answer, asking again while nobody answers; so only for requests that may arrive twice. With `once` a lost
+        connection ends it."""
         deadline = time.monotonic() + deadline_s
         seen = "not connected"
         while (left := deadline - time.monotonic()) > 0:
@@ -205,10 +209,12 @@ class Channel:
             waiter = Request(subject)
             reply = self.expect(waiter)
             try:
-                await self.publish(subject, payload, reply, headers)
+                await self.publish(subject, payload, reply)
                 msg = await asyncio.wait_for(waiter.future, min(ATTEMPT_S, max(left, 0.01)))
-            except TimeoutError:
+            except (TimeoutError, Lost):
                 seen = "no answer"
+                if once:
+                    break
                 continue
             except NatsError as error:
                 seen = str(error)
@@ -232,7 +238,8 @@ class Channel:
         with contextlib.suppress(NatsError, OSError, TimeoutError):
             if self.nc.is_connected:
                 await self.nc.flush(timeout=2)
-        await self.nc.close()
+        with contextlib.suppress(NatsError, OSError):  # nats-py raises if the broker is away
+            await self.nc.close()
 
     # Callbacks of nats-py. One that raises ends its reconnecting for ever (nats-py #204), so none does.
 
@@ -266,6 +273,9 @@ class Channel:
 
     async def _on_disconnect(self) -> None:
         self._up.clear()
+        for waiter in list(self._waiters.values()):
+            if isinstance(waiter, Request):
+                waiter.fail(Lost())
         if not self._closing:
             log.warning("%s: lost the broker at %s (%s); reconnecting", self.name, redact(self.url), self._last_error)
 

@@ -39,8 +39,11 @@ RETRY_S = 0.25
 LINGER_S = 1.0
 """An abandoned inbox is listened to for so long, so that what was on its way is not lost until its ack wait runs out."""
 ACK_DEADLINE_S = 60.0
+ACK_ATTEMPT_S = 1.0
 NOT_FOUND = {10014, 10059}
 """JetStream's codes for a consumer and a stream that do not exist."""
+NO_SUCH_MESSAGE = {10037, 10043, 10057}
+"""... and for a message that is not in the stream (any more)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -239,10 +242,10 @@ class Feed:
 class Delivery:
     """A message in this process's hands."""
 
-    __slots__ = ("_puller", "_reply", "data", "delivered", "msg_id", "seq", "subject")
+    __slots__ = ("_epoch", "_puller", "_reply", "data", "delivered", "msg_id", "seq", "subject")
 
     def __init__(self, puller: Puller, msg: Msg, at: Position) -> None:
-        self._puller, self._reply = puller, msg.reply
+        self._puller, self._reply, self._epoch = puller, msg.reply, puller.epoch
         self.data: bytes = msg.data
         self.subject: str = msg.subject
         self.msg_id: str = (msg.headers or {}).get("Nats-Msg-Id", "")
@@ -284,11 +287,13 @@ class Puller:
         prefetch: int,
         max_bytes: int,
         ack_wait_s: float,
+        workqueue: bool,
         receive: Callable[[Delivery], Awaitable[bool] | None] | None = None,
     ) -> None:
         self.connection, self.stream, self.consumer = connection, stream, consumer
         self.prefetch = prefetch
         self._ack_wait_s = ack_wait_s
+        self._workqueue = workqueue
         self._receive = receive
         self._ready: deque[Delivery] = deque()
         self._held: dict[int, Delivery] = {}
@@ -362,6 +367,11 @@ class Puller:
             _finish(self._waiting.popleft())
 
     @property
+    def epoch(self) -> int:
+        """Grows with each new connection."""
+        return self.connection.bulk.connections
+
+    @property
     def ready(self) -> int:
         return len(self._ready)
 
@@ -376,31 +386,45 @@ class Puller:
         deadline = time.monotonic() + deadline_s
         seen = "not connected"
         while (left := deadline - time.monotonic()) > 0:
+            if not await self.connection.bulk.wait_connected(left):
+                continue
             try:
+                if delivery._epoch != self.epoch and await self._forgotten(delivery, left):
+                    break
                 # An ack of a redelivered message must carry the newest reply subject, so it is read anew on each try.
-                await self.connection.control.request(delivery._reply, b"+ACK", min(left, 3.0))
+                await self.connection.control.request(delivery._reply, b"+ACK", min(left, ACK_ATTEMPT_S), once=True)
+                break
             except RequestTimeout as error:
                 seen = str(error)
-                await self._raise_if_gone()
-                continue
-            self.forget(delivery)
-            return
-        raise AckTimeout(delivery.subject, delivery.seq, deadline_s, seen)
+                delivery._epoch = -1  # in doubt from now on
+        else:
+            raise AckTimeout(delivery.subject, delivery.seq, deadline_s, seen)
+        self.forget(delivery)
+
+    async def _forgotten(self, delivery: Delivery, deadline_s: float) -> bool:
+        """A killed broker may have forgotten its last deliveries, and does not answer the ack of a message that it does not
+        remember to have delivered. In a work queue the message is then taken out directly, which is all that an ack does
+        there; a log keeps it anyway, and may deliver it again."""
+        deadline_s = min(deadline_s, 5.0)
+        try:
+            info = await self.connection.api(f"CONSUMER.INFO.{self.stream}.{self.consumer}", deadline_s=deadline_s)
+            if int(info["delivered"]["stream_seq"]) >= delivery.seq:
+                return False
+            if self._workqueue:
+                body = {"seq": delivery.seq, "no_erase": True}
+                await self.connection.api(f"STREAM.MSG.DELETE.{self.stream}", body, deadline_s)
+        except ApiError as error:
+            if error.err_code in NOT_FOUND:
+                raise ConsumerGone(self.stream, self.consumer) from error
+            if error.err_code not in NO_SUCH_MESSAGE:
+                raise
+        return True
 
     async def nak(self, delivery: Delivery, delay_s: float) -> None:
         self.forget(delivery)
         payload = b"-NAK" if delay_s <= 0 else b"-NAK " + json.dumps({"delay": int(delay_s * 1e9)}).encode()
         with contextlib.suppress(NatsError):  # not sent: the ack wait gives it back
             await self.connection.control.publish(delivery._reply, payload)
-
-    async def _raise_if_gone(self) -> None:
-        try:
-            await self.connection.api(f"CONSUMER.INFO.{self.stream}.{self.consumer}", deadline_s=5)
-        except ApiError as error:
-            if error.err_code in NOT_FOUND:
-                raise ConsumerGone(self.stream, self.consumer) from error
-        except RequestTimeout:
-            return  # the broker is away: the caller tries again until its own deadline
 
     def _capacity(self) -> int:
         return 0 if self._error is not None else max(self.prefetch, len(self._waiting))
@@ -409,7 +433,7 @@ class Puller:
         at = position(msg.reply)
         held = self._held.get(at.seq)
         if held is not None:
-            held._reply, held.delivered = msg.reply, at.delivered
+            held._reply, held._epoch, held.delivered = msg.reply, self.epoch, at.delivered
             self.redelivered += 1
             return
         self.redelivered += at.delivered > 1

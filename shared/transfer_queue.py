@@ -182,6 +182,7 @@ class TransferQueue:
             prefetch=prefetch,
             max_bytes=max_bytes,
             ack_wait_s=ack_wait_s,
+            workqueue=SPECS[stream].retention == "workqueue",
             receive=lambda delivery: self._receive(delivery, max_deliveries, stage or durable),
         )
         self._pullers.append(puller)

@@ -1,0 +1,48 @@
+"""A small run to test the transport with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shared.config import RunConfig, parse
+from shared.jetstream import Connection
+from shared.subjects import Subjects
+from shared.transfer_queue import TransferQueue
+
+
+def make_config(run: str, **changes: Any) -> RunConfig:
+    data: dict[str, Any] = {
+        "run": run,
+        "steps": 1,
+        "groups_per_step": 2,
+        "samples_per_group": 2,
+        "model": {"path": "model"},
+        "prompts": {"source": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "task.reward"}]},
+        "sampling": {"max_new_tokens": 64, "max_prompt_tokens": 64},
+        "broker": {"max_bytes": 256 << 20},
+    }
+    return parse(data | changes, "test")
+
+
+async def open_queue(connection: Connection, run: str, **changes: Any) -> TransferQueue:
+    """A queue whose streams exist."""
+    queue = TransferQueue(connection, Subjects(run))
+    await queue.ensure_streams(make_config(run, **changes))
+    return queue
+
+
+async def until(condition: Callable[[], Any], what: str, deadline_s: float = 20.0) -> None:
+    """Wait for a condition; what may be sync or async."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        found = condition()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return
+        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
+        await asyncio.sleep(0.02)
