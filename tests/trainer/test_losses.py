@@ -201,6 +201,23 @@ def test_old_logprobs_choose_what_corrects_for_staleness() -> None:
     assert torch.autograd.grad(rollout_loss, tokens.logprobs_N)[0].abs().max() == 0
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_token_that_has_become_endlessly_likelier_does_not_spoil_the_gradient(sign: float) -> None:
+    tokens = Tokens(
+        logprobs_N=torch.tensor([-1.0, -0.5], requires_grad=True),
+        rollout_logprobs_N=torch.tensor([-200.0, -0.6]),
+        advantages_N=torch.tensor([sign, sign]),
+        mask_N=torch.ones(2, dtype=torch.bool),
+        sequence_N=torch.zeros(2, dtype=torch.long),
+        sequences=1,
+    )
+    loss, metrics = grpo(tokens, old_logprobs="rollout")
+    loss.backward()
+    assert tokens.logprobs_N.grad is not None
+    assert tokens.logprobs_N.grad[0] == 0
+    assert all(torch.isfinite(value).all() for value in (tokens.logprobs_N.grad, *metrics.values()))
+
+
 def test_run_file_settings_reach_the_loss() -> None:
     tokens = example()
     config = AlgorithmConfig(clip_low=0.01, clip_high=0.02, old_logprobs="rollout", tis_cap=None)

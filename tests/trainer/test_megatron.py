@@ -104,11 +104,11 @@ def test_scoring_in_chunks_gives_the_same() -> None:
     hidden = torch.randn(23, 1, 16, requires_grad=True)
     targets = torch.randint(0, 50, (23,))
 
-    def run(elements: int) -> tuple[torch.Tensor, ...]:
-        logprobs, entropy = score_tokens(hidden, lambda x: (x @ weight.t(), None), targets, 0.7, elements)
+    def run(rows: int) -> tuple[torch.Tensor, ...]:
+        logprobs, entropy = score_tokens(hidden, lambda x: (x @ weight.t(), None), targets, 0.7, rows)
         return (logprobs, entropy, *torch.autograd.grad(logprobs.sum(), (hidden, weight)))
 
-    for whole, chunked in zip(run(10_000), run(150), strict=True):
+    for whole, chunked in zip(run(100), run(3), strict=True):
         torch.testing.assert_close(whole, chunked)
 
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from services.trainer.algorithms.reductions import Reduction, Tokens, masked_sum, reduce
+from services.trainer.algorithms.reductions import Reduction, Tokens, masked_sum, ratio, reduce
 
 
 def grpo(
@@ -43,12 +43,12 @@ def grpo(
         old_N = rollout_N
     else:
         old_N = logprobs_N.detach() if tokens.old_logprobs_N is None else tokens.old_logprobs_N
-    ratio_N = (logprobs_N - old_N).exp()
+    ratio_N = ratio(logprobs_N, old_N)
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     surrogate_N = torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
     weight_N = torch.ones_like(old_N)
     if tis_cap is not None:
-        weight_N = (old_N - rollout_N).exp().clamp(max=tis_cap)
+        weight_N = ratio(old_N, rollout_N).clamp(max=tis_cap)
     loss, denominator = reduce(-surrogate_N * weight_N, tokens, reduction, max_tokens)
     with torch.no_grad():
         beyond_N = ((ratio_N > 1 + clip_high) & (advantages_N > 0)) | ((ratio_N < 1 - clip_low) & (advantages_N < 0))
@@ -61,7 +61,7 @@ def grpo(
             "ratio_max": torch.where(tokens.mask_N, ratio_N, 0.0).max() if len(ratio_N) else ratio_N.sum(),
             "clip_fraction": masked_sum(beyond_N.to(ratio_N.dtype), tokens.mask_N),
             "tis_weight": masked_sum(weight_N, tokens.mask_N),
-            "mismatch_kl": masked_sum((-gap_N).exp() - 1 + gap_N, tokens.mask_N),
+            "mismatch_kl": masked_sum(ratio(logprobs_N, rollout_N) - 1 + gap_N, tokens.mask_N),
         }
         if tokens.entropy_N is not None:
             metrics["entropy"] = masked_sum(tokens.entropy_N, tokens.mask_N)

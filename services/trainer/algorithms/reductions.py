@@ -48,6 +48,15 @@ class Loss(Protocol):
     def __call__(self, tokens: Tokens, /) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
 
+LOG_RATIO_LIMIT = 20.0
+"""Beyond this the exponential would run out of float32 and turn gradients into NaN; every clip has acted long before."""
+
+
+def ratio(logprobs_N: torch.Tensor, old_N: torch.Tensor) -> torch.Tensor:
+    """exp(logprobs - old): how much likelier each token has become."""
+    return (logprobs_N - old_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
 def masked_sum(values_N: torch.Tensor, mask_N: torch.Tensor) -> torch.Tensor:
     """Sum over the mask. `where` and not a product, so that a masked NaN or infinity stays out."""
     return torch.where(mask_N, values_N, 0.0).sum()

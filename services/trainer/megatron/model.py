@@ -228,7 +228,8 @@ class PolicyModel(GPTModel):
         hidden_T1H = super().forward(ids_T[None], positions_T[None], None, packed_seq_params=layout)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         project = partial(self.output_layer, weight=weight)
-        return score_tokens(hidden_T1H.index_select(0, rows_N), project, targets_N, temperature)
+        rows = max(1, LOGIT_ELEMENTS // self.vocab_size)
+        return score_tokens(hidden_T1H.index_select(0, rows_N), project, targets_N, temperature, rows)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """Megatron's hook between the decoder and the logits: hand back the hidden states."""
@@ -240,9 +241,12 @@ def score_tokens(
     project: Callable[[torch.Tensor], tuple[torch.Tensor, Any]],
     targets_N: torch.Tensor,
     temperature: float,
-    logit_elements: int = LOGIT_ELEMENTS,
+    rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of each target under softmax(logits / temperature). The entropy carries no gradient."""
+    """Log-probability and entropy of each target under softmax(logits / temperature), `rows` of them at a time.
+
+    The entropy carries no gradient.
+    """
 
     def score(hidden_C1H: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_CV = project(hidden_C1H)[0].squeeze(1).float()
@@ -253,8 +257,6 @@ def score_tokens(
             entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
         return all_logprobs_CV.gather(1, targets_C[:, None]).squeeze(1), entropy_C
 
-    vocabulary = project(hidden_N1H[:0])[0].size(-1)
-    rows = max(1, logit_elements // vocabulary)
     if hidden_N1H.size(0) <= rows:
         return score(hidden_N1H, targets_N)
     parts = [
