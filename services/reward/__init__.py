@@ -1,0 +1,1 @@
+"""The reward service: scores samples, filters groups, computes advantages."""
