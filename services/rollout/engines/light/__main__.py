@@ -72,11 +72,10 @@ async def serve(options: EngineOptions, parent: int) -> int:
     watch = asyncio.create_task(watch_parent(parent, stop))
     await stop.wait()
     await watch
-    failed = not engine.scheduler.alive
     await asyncio.to_thread(engine.scheduler.stop, STOP_TIMEOUT_S)
     await server.weights.close()
     await runner.cleanup()
-    return 1 if failed else 0
+    return 1 if engine.scheduler.failed else 0
 
 
 if __name__ == "__main__":

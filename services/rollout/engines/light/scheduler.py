@@ -60,6 +60,7 @@ class Scheduler:
         self.model = model
         self.version = version
         self.paused: PauseMode | None = None
+        self.failed = False
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.cache = cache
@@ -114,7 +115,7 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._stopping
 
     # ---- the scheduler's thread: through `call`
 
@@ -175,9 +176,10 @@ class Scheduler:
                         self._decode()
         except Exception:  # noqa: BLE001 - printed, and it ends the process
             traceback.print_exc()
+            self.failed = True
+        self._fail_all()
+        if self.failed:
             self._on_death()
-        finally:
-            self._fail_all()
 
     def _read_mail(self) -> bool:
         """Run what was asked for; wait while there is nothing to do. False: the thread shall end."""
