@@ -52,6 +52,7 @@ class Entry:
 
     __slots__ = (
         "deadline",
+        "duplicate",
         "future",
         "headers",
         "lane",
@@ -70,6 +71,7 @@ class Entry:
         self.state, self.sent_at, self.started = UNSENT, 0.0, time.monotonic()
         self.seen = "not sent yet"
         self.reply = ""
+        self.duplicate = False
 
     def answer(self, msg: Msg) -> None:
         self.lane.publisher.on_answer(self, msg)
@@ -122,21 +124,25 @@ class Publisher:
     async def publish(self, subject: str, payload: bytes, headers: dict[str, str], deadline_s: float) -> int:
         return await self.wait(await self.submit(subject, payload, headers, deadline_s))
 
-    async def submit(self, subject: str, payload: bytes, headers: dict[str, str], deadline_s: float) -> Entry:
-        """Wait for room in the window and send. The caller must `wait` for the entry."""
+    async def submit(
+        self, subject: str, payload: bytes, headers: dict[str, str], deadline_s: float, *, lane_of: str | None = None
+    ) -> Entry:
+        """Wait for room in the window and send. The caller must `wait` for the entry. Subjects that are many and short-lived
+        share a window under a name of its own, `lane_of`."""
         if len(payload) > self.channel.max_payload:
             raise PayloadTooLarge(subject, len(payload), self.channel.max_payload)
-        lane = self._lanes.get(subject) or self._lanes.setdefault(subject, Lane(self))
+        key = lane_of or subject
+        lane = self._lanes.get(key) or self._lanes.setdefault(key, Lane(self))
         deadline = time.monotonic() + deadline_s
         if lane.turn.locked() or not lane.has_room(len(payload)):
             await self._wait_for_room(lane, subject, len(payload), deadline_s)
         entry = Entry(lane, subject, payload, headers, deadline)
         entry.reply = self.channel.expect(entry)
         lane.counter += 1
-        key = lane.counter
-        lane.entries[key] = entry
+        number = lane.counter
+        lane.entries[number] = entry
         lane.bytes += len(payload)
-        entry.future.add_done_callback(lambda _: self._leave(lane, key, entry))
+        entry.future.add_done_callback(lambda _: self._leave(lane, number, entry))
         if self.channel.connected and not lane.blocked:
             await self._send(entry)
         self._arm_sweeper()
@@ -148,6 +154,14 @@ class Publisher:
         finally:
             entry.future.cancel()
 
+    async def wait_all(self, entries: list[Entry]) -> list[int]:
+        """Wait for all of them; only then raise the first failure."""
+        results = await asyncio.gather(*(self.wait(entry) for entry in entries), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, int)]
+
     async def _wait_for_room(self, lane: Lane, subject: str, size: int, deadline_s: float) -> None:
         try:
             async with asyncio.timeout(deadline_s), lane.turn:
@@ -158,10 +172,10 @@ class Publisher:
             oldest = next(iter(lane.entries.values()), None)
             raise PublishTimeout(subject, deadline_s, oldest.seen if oldest else "window full") from error
 
-    def _leave(self, lane: Lane, key: int, entry: Entry) -> None:
+    def _leave(self, lane: Lane, number: int, entry: Entry) -> None:
         entry.state = DONE
         self.channel.forget(entry.reply)
-        del lane.entries[key]
+        del lane.entries[number]
         lane.bytes -= len(entry.payload)
         lane.room.set()
 
@@ -187,7 +201,8 @@ class Publisher:
         reply: dict[str, Any] = json.loads(msg.data)
         error = reply.get("error")
         if error is None:
-            self.duplicates += bool(reply.get("duplicate"))
+            entry.duplicate = bool(reply.get("duplicate"))
+            self.duplicates += entry.duplicate
             self._accept(entry, int(reply["seq"]))
             return
         text, code = str(error.get("description", "")), int(error.get("err_code", 0))

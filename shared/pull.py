@@ -28,6 +28,7 @@ from nats.errors import Error as NatsError
 
 from shared.errors import AccessDenied, AckTimeout, ApiError, ConsumerGone, RequestTimeout, TransportError
 from shared.jetstream import Connection, status_of
+from shared.records import BlobRef
 
 log = logging.getLogger("slipstream.transport")
 
@@ -242,14 +243,17 @@ class Feed:
 class Delivery:
     """A message in this process's hands."""
 
-    __slots__ = ("_epoch", "_puller", "_reply", "data", "delivered", "msg_id", "seq", "subject")
+    __slots__ = ("_epoch", "_puller", "_reply", "blob", "data", "delivered", "headers", "msg_id", "seq", "subject")
 
     def __init__(self, puller: Puller, msg: Msg, at: Position) -> None:
         self._puller, self._reply, self._epoch = puller, msg.reply, puller.epoch
         self.data: bytes = msg.data
         self.subject: str = msg.subject
-        self.msg_id: str = (msg.headers or {}).get("Nats-Msg-Id", "")
+        self.headers: dict[str, str] = msg.headers or {}
+        self.msg_id: str = self.headers.get("Nats-Msg-Id", "")
         self.seq, self.delivered = at.seq, at.delivered
+        self.blob: BlobRef | None = None
+        """Where `data` came from, if it was too large for a message."""
 
     @property
     def held(self) -> bool:
@@ -289,12 +293,13 @@ class Puller:
         ack_wait_s: float,
         workqueue: bool,
         receive: Callable[[Delivery], Awaitable[bool] | None] | None = None,
+        acked: Callable[[Delivery], Awaitable[None]] | None = None,
     ) -> None:
         self.connection, self.stream, self.consumer = connection, stream, consumer
         self.prefetch = prefetch
         self._ack_wait_s = ack_wait_s
         self._workqueue = workqueue
-        self._receive = receive
+        self._receive, self._acked = receive, acked
         self._ready: deque[Delivery] = deque()
         self._held: dict[int, Delivery] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -400,6 +405,8 @@ class Puller:
         else:
             raise AckTimeout(delivery.subject, delivery.seq, deadline_s, seen)
         self.forget(delivery)
+        if self._acked is not None:
+            await self._acked(delivery)
 
     async def _forgotten(self, delivery: Delivery, deadline_s: float) -> bool:
         """A killed broker may have forgotten its last deliveries, and does not answer the ack of a message that it does not

@@ -1,8 +1,9 @@
-"""The streams of a run as data, made from its config: retention, what happens when one is full, and its share of the disk.
+"""The streams of a run as data, made from its config: retention, what happens when one is full, and how much it may hold.
 
-Guarantees: where a loss would matter a full stream refuses (`discard: new`) and the publisher waits; the shares are checked
-against the credits before anything is created (`check_capacity`), so that the trajectory log cannot discard what nobody has
-read and the advantages queue can hold all that a checkpoint has yet to cover. tests/shared/test_streams.py.
+Guarantees: where a loss would matter a full stream refuses (`discard: new`) and the publisher waits. `allocate` gives each
+stream first what the credits say it can need, so that the trajectory log cannot discard what nobody has read, the advantages
+queue holds all that a checkpoint has yet to cover, and the ledger keeps every receipt of the run; the rest of broker.max_bytes
+is shared out. A run whose needs do not fit is refused before it starts. tests/shared/test_streams.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ NS = 1_000_000_000
 DUPLICATE_WINDOW_S = 600
 """Longer than the longest outage of a publisher: a message sent again within it is recognised by its id."""
 DAY_S = 86_400
+RECEIPT_BYTES = 512
+RECEIPTS_PER_GROUP = 4
+"""Issued and trained, and as much again for groups that were dropped and issued anew."""
 MESSAGE_LIMIT = 900 << 10
 """A larger payload goes to the blob stream. Below the broker's default max_payload of 1 MiB, headers included."""
 
@@ -28,7 +32,7 @@ class StreamSpec:
     retention: Literal["workqueue", "limits"]
     discard: Literal["new", "old"]
     share: float
-    """Of broker.max_bytes."""
+    """Of what broker.max_bytes leaves beyond the needs of all streams."""
     max_age_s: int = 0
     """0: for ever."""
     per_subject: int = -1
@@ -38,15 +42,17 @@ SPECS = {
     spec.name: spec
     for spec in (
         StreamSpec("prompts", "workqueue", "new", 0.04),
-        StreamSpec("rewards", "workqueue", "new", 0.14),
-        StreamSpec("trajectories", "limits", "old", 0.20),
-        StreamSpec("advantages", "workqueue", "new", 0.20),
-        StreamSpec("receipts", "limits", "old", 0.05),
-        StreamSpec("weights", "limits", "old", 0.02),
+        StreamSpec("rewards", "workqueue", "new", 0.12),
+        StreamSpec("trajectories", "limits", "old", 0.18),
+        StreamSpec("advantages", "workqueue", "new", 0.18),
+        StreamSpec("receipts", "limits", "old", 0.04),
+        StreamSpec("weights", "limits", "old", 0.01),
         StreamSpec("metrics", "limits", "old", 0.05, max_age_s=7 * DAY_S),
         StreamSpec("events", "limits", "old", 0.03, max_age_s=30 * DAY_S),
         StreamSpec("dead", "limits", "old", 0.03),
-        StreamSpec("blobs", "limits", "new", 0.24, per_subject=1),
+        # Payloads above MESSAGE_LIMIT. Those of work queues go when their message is acked, those of logs when room is needed.
+        StreamSpec("blobs", "limits", "new", 0.20, per_subject=1),
+        StreamSpec("archive", "limits", "old", 0.12, per_subject=1),
     )
 }
 assert tuple(SPECS) == STREAMS
@@ -70,7 +76,7 @@ def stream_config(subjects: Subjects, spec: StreamSpec, max_bytes: int, replicas
         "discard": spec.discard,
         "storage": "file",
         "num_replicas": replicas,
-        "max_bytes": int(max_bytes * spec.share),
+        "max_bytes": max_bytes,
         "max_age": spec.max_age_s * NS,
         "max_msgs": -1,
         "max_msgs_per_subject": spec.per_subject,
@@ -103,18 +109,30 @@ def group_bytes(config: RunConfig) -> int:
     return tokens * (4 + 4 + 4 + 1 + 5) + config.sampling.max_prompt_tokens * (4 + 5) + 8192
 
 
-def check_capacity(config: RunConfig) -> None:
-    """ConfigError if the streams could not hold what may be on the way at once."""
+def needs(config: RunConfig) -> dict[str, int]:
+    """Bytes that streams must be able to hold, by the credits: see docs/staleness.md for `slots`."""
     on_the_way = config.slots
     unsaved = on_the_way + config.groups_per_step * config.trainer.checkpoint.every
     size = group_bytes(config)
-    needs = {"rewards": on_the_way * size, "trajectories": on_the_way * size, "advantages": unsaved * size}
+    receipts = config.steps * config.groups_per_step * RECEIPTS_PER_GROUP
+    needed = {
+        "prompts": on_the_way * (config.sampling.max_prompt_tokens * 10 + 4096),
+        "receipts": receipts * (RECEIPT_BYTES + 4 * config.samples_per_group),
+    }
     if size > MESSAGE_LIMIT:
-        needs = {"blobs": 2 * (2 * on_the_way + unsaved) * size}
-    total = max(int(need / SPECS[name].share) for name, need in needs.items())
-    if total > config.broker.max_bytes:
+        return needed | {"blobs": (on_the_way + unsaved) * size, "archive": on_the_way * size}
+    return needed | {"rewards": on_the_way * size, "trajectories": on_the_way * size, "advantages": unsaved * size}
+
+
+def allocate(config: RunConfig) -> dict[str, int]:
+    """max_bytes of every stream. ConfigError if what must fit does not."""
+    needed = needs(config)
+    rest = config.broker.max_bytes - sum(needed.values())
+    if rest < config.broker.max_bytes // 4:
+        largest = max(needed, key=lambda name: needed[name])
         raise ConfigError(
-            f"broker.max_bytes: {config.broker.max_bytes} is too small: up to {unsaved} groups of {size} bytes can be on the way "
-            f"or wait for a checkpoint. Set it to at least {total}, or lower trainer.checkpoint.every, groups_per_step, "
-            "samples_per_group or sampling.max_new_tokens"
+            f"broker.max_bytes: {config.broker.max_bytes} is too small: the run can have {sum(needed.values())} bytes in its "
+            f"streams at once ({needed[largest]} of them in {largest}). Set it to at least {sum(needed.values()) * 4 // 3 + 1}, "
+            "or lower trainer.checkpoint.every, groups_per_step, samples_per_group, sampling.max_new_tokens or steps"
         )
+    return {name: needed.get(name, 0) + int(rest * spec.share) for name, spec in SPECS.items()}

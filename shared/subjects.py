@@ -21,13 +21,16 @@ STREAMS = (
     "events",
     "dead",
     "blobs",
+    "archive",
 )
 
 
 def check_run_name(run: str) -> str:
     """Return `run`, or raise ValueError: a name becomes a subject token and a stream name, so dots and spaces are out."""
     if not RUN_NAME.fullmatch(run):
-        raise ValueError(f"run name {run!r}: use letters, digits, '_' and '-', at most 64, starting with a letter or digit")
+        raise ValueError(
+            f"run name {run!r}: use letters, digits, '_' and '-', at most 64, starting with a letter or digit"
+        )
     return run
 
 
@@ -77,8 +80,13 @@ class Subjects:
     def dead(self, stage: str) -> str:
         return f"{self.run}.dead.{stage}"
 
-    def blob(self, sha256: str, part: int) -> str:
+    def blob(self, sha256: str, part: int | str) -> str:
+        """A part of a payload that a work queue's message refers to; `*` for all parts."""
         return f"{self.run}.blobs.{sha256}.{part}"
+
+    def archived(self, sha256: str, part: int | str) -> str:
+        """A part of a payload that a log's message refers to; `*` for all parts."""
+        return f"{self.run}.archive.{sha256}.{part}"
 
     def wildcard(self, stream: str) -> str:
         """The subject filter that covers everything in `stream`, one of STREAMS."""

@@ -15,21 +15,22 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from nats.errors import Error as NatsError
 
 from shared import wire
+from shared.blobs import Blobs
 from shared.config import RunConfig
 from shared.errors import ApiError, StreamMissing, TransportError
 from shared.jetstream import Connection
 from shared.log_reader import LogReader
-from shared.publisher import Publisher
+from shared.publisher import Entry, Publisher
 from shared.pull import NOT_FOUND, Delivery, Puller
-from shared.records import DeadLetter, Group, Receipt
-from shared.streams import SPECS, check_capacity, consumer_config, stream_config, stream_of
+from shared.records import BlobRef, DeadLetter, Group, Receipt
+from shared.streams import MESSAGE_LIMIT, SPECS, allocate, consumer_config, stream_config, stream_of
 from shared.subjects import Subjects
 
 log = logging.getLogger("slipstream.transport")
@@ -39,6 +40,11 @@ PUBLISH_DEADLINE_S = 600.0
 ACK_WAIT_S = 30.0
 PULL_BYTES = 16 << 20
 EMIT_BACKLOG = 1024
+BLOB_HEADER = "Slipstream-Blob"
+"""Marks a message whose body is a BlobRef in place of the payload."""
+BLOB_RETRY_S = 5.0
+BULK_STREAMS = {"prompts", "rewards", "trajectories", "advantages", "dead", "blobs", "archive"}
+"""Group payloads go over `bulk`, so that receipts, weights and events never wait behind them."""
 API_DEADLINE_S = 30.0
 NAME_IN_USE = 10058
 NO_MESSAGE = 10037
@@ -66,14 +72,15 @@ class TransferQueue:
         self._pullers: list[Puller] = []
         self._backlog: deque[tuple[str, bytes]] = deque()
         self._emitting: asyncio.Task[None] | None = None
-        self.emit_dropped = 0
-        self.dead_lettered = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.blobs = Blobs(connection, self._bulk, subjects)
+        self.emit_dropped = self.dead_lettered = self.blob_failures = 0
 
     async def ensure_streams(self, config: RunConfig) -> None:
         """Create the run's streams, or bring their limits up to `config`. Any number of services may call it at once."""
-        check_capacity(config)
+        sizes = allocate(config)
         for spec in SPECS.values():
-            body = stream_config(self.subjects, spec, config.broker.max_bytes)
+            body = stream_config(self.subjects, spec, sizes[spec.name])
             try:
                 await self.connection.api(f"STREAM.CREATE.{body['name']}", body, API_DEADLINE_S)
             except ApiError as error:
@@ -88,47 +95,58 @@ class TransferQueue:
 
     # Publishing
 
-    def _publisher_of(self, subject: str) -> Publisher:
-        """Group payloads go over `bulk`, so that receipts, weights and events never wait behind them."""
-        bulk = stream_of(self.subjects, subject) in (
-            "prompts",
-            "rewards",
-            "trajectories",
-            "advantages",
-            "dead",
-            "blobs",
-        )
-        return self._bulk if bulk else self._control
-
     async def publish(
         self, subject: str, message: Message, msg_id: str | None = None, deadline_s: float = PUBLISH_DEADLINE_S
     ) -> int:
         """Store one message and return its sequence. A message with the same `msg_id` is stored once, and the first one's
         sequence is returned; without an id each call stores one."""
-        headers, payload = self._prepare(message, msg_id)
-        return await self._publisher_of(subject).publish(subject, payload, headers, deadline_s)
+        publisher, entry = await self._submit(subject, message, msg_id, deadline_s)
+        return await publisher.wait(entry)
 
     async def publish_all(
         self, messages: Iterable[tuple[str, Message, str | None]], deadline_s: float = PUBLISH_DEADLINE_S
     ) -> list[int]:
         """Store many, as many at once as the window allows, sent in the order given. If some fail, all others are still
         tried, and then the first failure is raised."""
-        entries = []
+        waiting = []
         try:
             for subject, message, msg_id in messages:
-                headers, payload = self._prepare(message, msg_id)
-                publisher = self._publisher_of(subject)
-                entries.append(publisher.wait(await publisher.submit(subject, payload, headers, deadline_s)))
+                publisher, entry = await self._submit(subject, message, msg_id, deadline_s)
+                waiting.append(publisher.wait(entry))
         finally:
-            results = await asyncio.gather(*entries, return_exceptions=True)
+            results = await asyncio.gather(*waiting, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         return [result for result in results if isinstance(result, int)]
 
-    def _prepare(self, message: Message, msg_id: str | None) -> tuple[dict[str, str], bytes]:
+    async def _submit(
+        self, subject: str, message: Message, msg_id: str | None, deadline_s: float
+    ) -> tuple[Publisher, Entry]:
         payload = message if isinstance(message, bytes) else wire.encode(message)
-        return {"Nats-Msg-Id": msg_id or uuid.uuid4().hex}, payload
+        stream = stream_of(self.subjects, subject)
+        publisher = self._bulk if stream in BULK_STREAMS else self._control
+        headers = {"Nats-Msg-Id": msg_id or uuid.uuid4().hex}
+        if len(payload) <= MESSAGE_LIMIT:
+            return publisher, await publisher.submit(subject, payload, headers, deadline_s)
+        ref, stored_now = await self.blobs.put(stream, payload, deadline_s)
+        headers[BLOB_HEADER] = "1"
+        entry = await publisher.submit(subject, wire.encode(ref), headers, deadline_s)
+        if stored_now:
+            entry.future.add_done_callback(lambda _: self._drop_orphan(stream, ref, entry))
+        return publisher, entry
+
+    def _drop_orphan(self, stream: str, ref: BlobRef, entry: Entry) -> None:
+        """A message that the broker knew already, whose blob was gone: it was consumed long ago, and so nobody refers to the
+        blob that was just stored."""
+        if entry.duplicate and SPECS[stream].retention == "workqueue":
+            self._spawn(self._delete_blob(stream, ref))
+
+    async def _delete_blob(self, stream: str, ref: BlobRef) -> None:
+        try:
+            await self.blobs.delete(stream, ref)
+        except TransportError as error:
+            log.warning("blob %s of %s stays behind: %s", ref.sha256, stream, error)
 
     def emit(self, subject: str, message: Message) -> None:
         """Send without an ack: for metrics, whose loss does not matter. Never waits and never raises on a lost connection;
@@ -183,7 +201,8 @@ class TransferQueue:
             max_bytes=max_bytes,
             ack_wait_s=ack_wait_s,
             workqueue=SPECS[stream].retention == "workqueue",
-            receive=lambda delivery: self._receive(delivery, max_deliveries, stage or durable),
+            receive=lambda delivery: self._receive(delivery, stream, max_deliveries, stage or durable),
+            acked=lambda delivery: self._after_ack(delivery, stream),
         )
         self._pullers.append(puller)
         return await puller.start()
@@ -193,9 +212,8 @@ class TransferQueue:
         if recreate:
             for old in await self._consumers(stream):
                 if old["name"] == durable or old["name"].startswith(f"{durable}-"):
-                    with contextlib.suppress(
-                        ApiError
-                    ):  # gone already, which is what is wanted; if not, the create says so
+                    # Gone already is what is wanted; if it is not gone, the create below says so.
+                    with contextlib.suppress(ApiError):
                         await self.connection.api(f"CONSUMER.DELETE.{stream}.{old['name']}", deadline_s=API_DEADLINE_S)
             name = f"{durable}-{uuid.uuid4().hex[:12]}"
         config = consumer_config(name, subject, ack_wait_s)
@@ -221,12 +239,33 @@ class TransferQueue:
             if len(found) >= reply["total"] or not reply.get("consumers"):
                 return found
 
-    def _receive(self, delivery: Delivery, max_deliveries: int | None, stage: str) -> Any:
-        if max_deliveries is not None and delivery.delivered > max_deliveries:
-            return self.bury(
-                delivery, stage, f"delivered {delivery.delivered} times, at most {max_deliveries} are allowed"
-            )
+    def _receive(self, delivery: Delivery, stream: str, most: int | None, stage: str) -> Awaitable[bool] | None:
+        """What a message needs before it may be handed out: None, or work that says whether to."""
+        if BLOB_HEADER in delivery.headers:
+            return self._fetch(delivery, stream, most, stage)
+        if most is not None and delivery.delivered > most:
+            return self.bury(delivery, stage, _too_often(delivery, most))
         return None
+
+    async def _fetch(self, delivery: Delivery, stream: str, most: int | None, stage: str) -> bool:
+        """Put the payload in the place of its reference. A blob that cannot be read is tried again with the next delivery."""
+        why = ""
+        try:
+            delivery.blob = wire.decode(delivery.data, BlobRef)
+            delivery.data = await self.blobs.get(stream, delivery.blob)
+        except (TransportError, wire.WireError) as error:
+            self.blob_failures += 1
+            why = f"; {error}"
+            log.error("%s: message %s (delivery %d): %s", stream, delivery.msg_id, delivery.delivered, error)
+        if most is not None and delivery.delivered > most:
+            return await self.bury(delivery, stage, _too_often(delivery, most) + why)
+        if why:
+            await delivery.nak(BLOB_RETRY_S)
+        return not why
+
+    async def _after_ack(self, delivery: Delivery, stream: str) -> None:
+        if delivery.blob is not None and SPECS[stream].retention == "workqueue":
+            await self._delete_blob(stream, delivery.blob)
 
     async def bury(self, delivery: Delivery, stage: str, reason: str) -> bool:
         """Copy to the dead letters, drop the group in the ledger, then ack. Each step may be repeated: the ids are fixed."""
@@ -250,7 +289,8 @@ class TransferQueue:
         self, stream: str, start_seq: int = 1, subject: str | None = None, live: bool = False
     ) -> AsyncIterator[tuple[bytes, int]]:
         """(message, sequence) of a log from `start_seq` on, in order, without gaps or repeats, also over restarts of the
-        broker. Ends at what was the last message at the time of the call, or, with `live`, never."""
+        broker. Ends at what was the last message at the time of the call, or, with `live`, never. Raises BlobMissing for a
+        message whose payload has left the archive; go on behind it."""
         reader = LogReader(
             self.connection,
             self.subjects.stream(stream),
@@ -261,13 +301,17 @@ class TransferQueue:
         )
         async with contextlib.aclosing(reader.messages()) as messages:
             async for msg, seq in messages:
-                yield msg.data, seq
+                yield await self._whole(stream, msg.data, BLOB_HEADER in (msg.headers or {})), seq
+
+    async def _whole(self, stream: str, data: bytes, is_blob: bool) -> bytes:
+        return await self.blobs.get(stream, wire.decode(data, BlobRef)) if is_blob else data
 
     async def last(self, subject: str) -> tuple[bytes, int] | None:
         """The newest message of a subject and its sequence."""
-        stream = self.subjects.stream(stream_of(self.subjects, subject))
+        name = stream_of(self.subjects, subject)
+        verb = f"STREAM.MSG.GET.{self.subjects.stream(name)}"
         try:
-            reply = await self.connection.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
+            reply = await self.connection.api(verb, {"last_by_subj": subject})
         except ApiError as error:
             if error.err_code == NO_MESSAGE:
                 return None
@@ -275,7 +319,9 @@ class TransferQueue:
                 raise StreamMissing(subject) from error
             raise
         message = reply["message"]
-        return base64.b64decode(message.get("data", "")), int(message["seq"])
+        is_blob = BLOB_HEADER.encode() in base64.b64decode(message.get("hdrs", ""))
+        data = base64.b64decode(message.get("data", ""))
+        return await self._whole(name, data, is_blob), int(message["seq"])
 
     async def depths(self) -> dict[str, StreamDepth]:
         """How full each stream of the run is."""
@@ -302,8 +348,19 @@ class TransferQueue:
         """Stop the pullers (what was not handed out goes back) and the publishers. The connection stays open."""
         for puller in self._pullers:
             await puller.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5)
         self._bulk.close()
         self._control.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _too_often(delivery: Delivery, most: int) -> str:
+    return f"delivered {delivery.delivered} times, at most {most} are allowed"
 
 
 def _dropped(group_id: str, payload: bytes, stage: str, reason: str, now: float) -> Receipt:

@@ -76,7 +76,7 @@ class TestPublish:
             for i in range(total):
                 if i in kill_at:
                     reached[kill_at.index(i)].set()
-                yield queue.subjects.receipts, b"%d" % i + b"." * 4000, f"{i}"
+                yield queue.subjects.trajectories, b"%d" % i + b"." * 4000, f"{i}"
 
         work = asyncio.create_task(queue.publish_all(messages()))
         for event in reached:
@@ -84,7 +84,7 @@ class TestPublish:
             assert not work.done(), "the broker must die while messages are under way"
             await kill_and_restart(own_broker)
         assert len(await asyncio.wait_for(work, 60)) == total
-        found = [int(data.rstrip(b".")) async for data, _ in queue.read("receipts")]
+        found = [int(data.rstrip(b".")) async for data, _ in queue.read("trajectories")]
         assert found == list(range(total)), "each exactly once, and in order also over the restarts"
 
     async def test_full_stream_makes_the_publisher_wait_with_one_probe(
@@ -382,9 +382,7 @@ class TestPull:
 
 class TestDeadLetters:
     @pytest.mark.parametrize("kind", ["train", "eval"])
-    async def test_too_many_deliveries(
-        self, broker: EmbeddedBroker, connect: Any, run_name: str, kind: Any
-    ) -> None:
+    async def test_too_many_deliveries(self, broker: EmbeddedBroker, connect: Any, run_name: str, kind: Any) -> None:
         queue = await open_queue(await connect(broker.url), run_name)
         payload = wire.encode(a_group("0-7", kind))
         await queue.publish(queue.subjects.reward_requests, payload, "0-7")
