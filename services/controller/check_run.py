@@ -59,7 +59,7 @@ def check_prompts(config: RunConfig, data: DataConfig, field: str) -> None:
     from services.controller.prompts import PromptSource
 
     source = PromptSource(config, data, field)
-    for index in range(FIRST_RECORDS):
+    for index in range(min(FIRST_RECORDS, source.size or FIRST_RECORDS)):
         source.record(index)
 
 
@@ -106,6 +106,12 @@ def takes(
     except TypeError as error:
         name, wanted = getattr(function, "__name__", str(function)), ", ".join([*positional, *named])
         raise ConfigError(f"{field}: {name}{signature} cannot be called with ({wanted}): {error}") from error
+
+
+def _required(signature: inspect.Signature, name: str) -> bool:
+    parameter = signature.parameters[name]
+    by_name = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return by_name and parameter.default is inspect.Parameter.empty
 
 
 def call(function: Callable[..., Any], field: str, *arguments: Any) -> Any:

@@ -74,7 +74,8 @@ class Counters:
 
 
 def is_cumulative(name: str) -> bool:
-    return name.endswith(("_s", "_total")) or name.startswith("wait_s.")
+    """The clocks that every service's metrics carry (shared/metrics.py); all other values stand for one moment."""
+    return name in ("cpu_s", "busy_s") or name.startswith("wait_s.")
 
 
 def build(evidence: Evidence) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import asyncio
 import fcntl
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,8 @@ class Options:
     report: Path | None = None
     nats: str | None = None
     keep_broker: bool = False
-    command: Command | None = None
-    """Other processes in place of the services: for tests."""
+    command: Callable[[str, str], Command] = serve_command
+    """(broker's URL, run) -> what starts a service; tests put stand-ins here."""
 
 
 async def up(options: Options, console: Console) -> int:
@@ -74,7 +74,7 @@ async def _run(
         console.print(f"the run {config.run!r} is finished; raise `steps` to go on with it, or take another name")
         return await _report(run, options, config, console, Outcome("finished", 0))
     await run.set_state("running")
-    launcher = LocalLauncher(options.command or serve_command(run.url, config.run), config.work_path / "logs")
+    launcher = LocalLauncher(options.command(run.url, config.run), config.work_path / "logs")
     session = Session(config, run, launcher, broker, interrupts, console)
     try:
         await session.start()
