@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,8 +22,8 @@ def command(url: str, run: str):
     return argv
 
 
-def main(run_file: Path, sets: list[str] = typer.Argument(default_factory=list)) -> None:
-    chosen = Options(run_file, sets, command=command)
+def main(run_file: Path, sets: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    chosen = Options(run_file, sets or [], command=command)
     raise typer.Exit(run_async(lambda: up(chosen, Console(width=120))))
 
 

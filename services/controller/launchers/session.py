@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from shared.broker import BrokerError
 from shared.config import RunConfig
 from shared.errors import TransportError
 from shared.metrics import Events
+from shared.records import Receipt
+from shared.wire import decode
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,12 @@ class Interrupts:
 
     def strike(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def services_of(config: RunConfig) -> list[tuple[str, int]]:
@@ -97,8 +105,10 @@ class Session:
         self.missing: dict[str, Exit] = {}
         self._began = time.time()
         self._told: set[float] = set()
+        self._helpers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
+        self._helpers = [asyncio.create_task(self._show()), asyncio.create_task(self._returns())]
         for service, number in services_of(self.config):
             await self.launcher.start(service, number)
         await self.events.publish("started", f"{len(self.launcher.children)} services", host="local")
@@ -109,14 +119,20 @@ class Session:
         if self.broker is not None:
             watches.append(self._broker_fails(self.broker))
         tasks = [asyncio.create_task(watch) for watch in watches]
-        helpers = [asyncio.create_task(self._show()), asyncio.create_task(self._returns())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(task for task in tasks if task in done).result()
         finally:
-            for task in tasks + helpers:
-                task.cancel()
-            await asyncio.gather(*tasks, *helpers, return_exceptions=True)
+            await _cancel(tasks)
+
+    async def catch_up(self) -> None:
+        """Show what the receipts say up to now: the last updates may be younger than the view's last look."""
+        async for data, _ in self.run.queue.read("receipts"):
+            self.view.apply(decode(data, Receipt))
+
+    async def close(self) -> None:
+        """End the live view; it shows its last state."""
+        await _cancel(self._helpers)
 
     async def _interrupted(self) -> Outcome:
         await self.interrupts.first.wait()
@@ -205,11 +221,17 @@ class Session:
         try:
             if self.console.is_terminal:
                 with Live(self.view.render(time.time()), console=self.console, auto_refresh=False) as live:
-                    await follow(self.view, self.run.queue, self.run.registry, lambda: self._draw(live))
+                    await self._follow(lambda: self._draw(live))
             else:
-                await follow(self.view, self.run.queue, self.run.registry, self._print_lines)
+                await self._follow(self._print_lines)
         except* (TransportError, ValueError) as errors:
             self.say(f"[yellow]the live view ended ({errors.exceptions[0]}); the run goes on[/]")
+
+    async def _follow(self, show: Callable[[], None]) -> None:
+        try:
+            await follow(self.view, self.run.queue, self.run.registry, show)
+        finally:
+            show()
 
     def _draw(self, live: Live) -> None:
         live.update(self.view.render(time.time(), self.console.width), refresh=True)

@@ -83,7 +83,10 @@ async def _run(
         if outcome.kind == "failed" and outcome.code != BROKER_LOST:
             await run.set_state(f"failed:{outcome.why}")
         await drain(session, outcome, console)
+        if outcome.code != BROKER_LOST:
+            await session.catch_up()
     finally:
+        await session.close()
         launcher.signal(signal.SIGKILL)  # nothing is left unless the lines above raised
     if outcome.code == BROKER_LOST:  # and with it everything that a report could be made of
         console.print(outcome.why, markup=False, highlight=False)
