@@ -2,8 +2,9 @@
 
 The publisher is rank 0 and hosts the TCPStore; engines join with the ranks that the DCS gave them. The group lives beside the
 trainer's own process groups and shares nothing with them. Every call has a deadline: a member that is dead or stopped makes
-the others' calls raise CollectiveError, never hang (`tests/dcs/test_collective.py` kills and stops members). A group in which
-a call failed is of no further use: `leave` it, which also closes its sockets, so that the other members fail at once.
+the others' calls raise CollectiveError, never hang (tests/dcs/test_collective.py kills and stops members). A group in which
+a call failed is of no further use: `leave` it and drop it. Its sockets close with the last reference, and the other members
+fail at once instead of at their own deadlines.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+STALLED_S = 15.0
+"""A bucket that has not moved for so long will not: some member is stopped or cut off."""
 
 
 class CollectiveError(RuntimeError):
@@ -60,7 +64,7 @@ def join(
             f"group {group_name}: rank {rank} of {world_size} could not join at {host}:{port} within {timeout_s:.0f} s: "
             f"{_first_line(error)}"
         ) from error
-    # Without this entry torch takes `src` of a broadcast for a rank of the default group.
+    # What init_process_group would add; torch's own calls on the group want it.
     distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
     return group
 
@@ -70,12 +74,16 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, deadline: float) -
     left = deadline - time.monotonic()
     if left <= 0:
         raise CollectiveError("the broadcast's time was up before all buckets were sent")
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    # Gloo's own limit, because waiting for less leaves the call running, and its sockets open, until that limit.
+    options.timeout = timedelta(seconds=min(left, STALLED_S))
     try:
-        work = dist.broadcast(tensor, src=0, group=group, async_op=True)
+        work = group.broadcast([tensor], options)
         if tensor.is_cuda:
             _wait_cuda(work, deadline)
         else:
-            work.wait(timedelta(seconds=left))
+            work.wait(timedelta(seconds=left + 1))
     except RuntimeError as error:
         raise CollectiveError(f"broadcast of {tensor.numel()} bytes failed: {_first_line(error)}") from error
 
