@@ -1,0 +1,154 @@
+"""Scoring processes that hang, crash and are killed: only the guilty sample pays, and the pool stays whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.reward.pool import Job, Pool
+from services.reward.scoring import FunctionError, Outcome
+from shared.config import RunConfig, parse
+
+ROOT = str(Path(__file__).parents[2])
+
+
+def run_config(*functions: str, workers: int = 1, timeout_s: float = 0.6, **options: Any) -> RunConfig:
+    entries = [{"path": f"tests.reward.functions.{name}", "options": options} for name in functions]
+    data = {"run": "t", "steps": 1, "groups_per_step": 1, "samples_per_group": 2, "base": ROOT}
+    data |= {"model": {"path": "m"}, "prompts": {"source": "a.b"}}
+    return parse(data | {"reward": {"functions": entries, "workers": workers, "timeout_s": timeout_s}}, "test")
+
+
+def job(*completions: str, **shared: Any) -> Job:
+    samples = [{"completion": text, "finish": "stop", "index": i} for i, text in enumerate(completions)]
+    return Job({"prompt": "p", "answer": "a", "meta": {}} | shared, samples)
+
+
+def scores(outcomes: list[Outcome]) -> list[Any]:
+    return [outcome.kind or outcome.score for outcome in outcomes]
+
+
+async def test_functions_and_samples_in_their_order() -> None:
+    async with Pool(run_config("right", "acts")) as pool:
+        first, second = await pool.score(job("int", "a", "numpy", answer="numpy"))
+    assert scores(first) == [0, 0, 1]
+    assert scores(second) == [2, "raised", 0.5]
+    assert pool.pids == []
+
+
+async def test_hangs_are_killed_and_the_pool_stays_whole() -> None:
+    async with Pool(run_config("acts", workers=2)) as pool:
+        before = set(pool.pids)
+        started = time.monotonic()
+        found = await asyncio.gather(
+            pool.score(job("int", "sleep", "int", "spin", "int")),
+            pool.score(job("sleep")),
+            pool.score(job("int", "none")),
+        )
+        took = time.monotonic() - started
+        assert [scores(one[0]) for one in found] == [
+            [2, "timeout", 2, "timeout", 2],
+            ["timeout"],
+            [2, "not_a_number"],
+        ]
+        assert len(pool.pids) == 2
+        assert not before & set(pool.pids)
+        assert pool.kills == 3
+        assert took < 10
+        assert "longer than 0.6 s" in found[1][0][0].error
+
+
+async def test_a_crash_costs_one_sample() -> None:
+    async with Pool(run_config("acts")) as pool:
+        (found,) = await pool.score(job("int", "die", "int", "kill", "exit"))
+        assert scores(found) == [2, "died", 2, "died", "raised"]
+        assert "exit code 7" in found[1].error
+        assert "signal 9" in found[3].error
+        assert pool.deaths == 4
+        assert len(pool.pids) == 1
+
+
+async def test_a_process_that_somebody_else_killed_costs_nothing(tmp_path: Path) -> None:
+    async with Pool(run_config("dies_once")) as pool:
+        (found,) = await pool.score(job("one", "two", meta={"folder": str(tmp_path)}))
+        assert scores(found) == [1, 1]
+        os.kill(pool.pids[0], signal.SIGKILL)
+        (found,) = await pool.score(job("one", meta={"folder": str(tmp_path)}))
+        assert scores(found) == [1]
+
+
+async def test_what_user_code_prints_is_no_protocol() -> None:
+    async with Pool(run_config("acts")) as pool:
+        assert scores((await pool.score(job("print", "int")))[0]) == [1, 2]
+
+
+async def test_async_functions_run_side_by_side() -> None:
+    async with Pool(run_config("judge", timeout_s=3.0)) as pool:
+        started = time.monotonic()
+        (found,) = await pool.score(job(*["a", "b"] * 20))
+        assert scores(found) == [1, 0] * 20
+        assert time.monotonic() - started < 3
+
+
+async def test_async_functions_have_the_same_deadline() -> None:
+    async with Pool(run_config("acts_async")) as pool:
+        (found,) = await pool.score(job("fine", "wait", "own", "raise", "fine"))
+        assert scores(found) == [1, "timeout", "raised", "raised", 1]
+        assert pool.kills == 0
+        (found,) = await pool.score(job("fine", "spin", "fine", "die", "exit"))
+        assert scores(found) == [1, "timeout", 1, "died", "raised"]
+        assert len(pool.pids) == 1
+
+
+async def test_a_cancelled_call_leaves_a_whole_pool() -> None:
+    async with Pool(run_config("acts", timeout_s=30.0)) as pool:
+        task = asyncio.create_task(pool.score(job("sleep")))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert scores((await pool.score(job("int")))[0]) == [2]
+
+
+async def test_functions_that_cannot_be_used_are_told_at_the_start() -> None:
+    for name, told in [("nothing", "cannot import"), ("wants_more", "asks for 'tools'")]:
+        with pytest.raises(FunctionError, match=rf"reward\.functions\[0\].*{told}"):
+            async with Pool(run_config(name)):
+                pass
+
+
+async def test_no_process_outlives_the_service() -> None:
+    """Not even one whose parent was killed while it was in the middle of a call that never ends."""
+    code = (
+        "import asyncio, tests.reward.test_pool as t\n"
+        "async def main():\n"
+        "    async with t.Pool(t.run_config('acts', workers=2, timeout_s=60)) as pool:\n"
+        "        print(*pool.pids, flush=True)\n"
+        "        await pool.score(t.job('spin'))\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    try:
+        assert parent.stdout is not None
+        line = await asyncio.wait_for(parent.stdout.readline(), 20)
+        workers = [psutil.Process(int(pid)) for pid in line.split()]
+        assert len(workers) == 2
+    finally:
+        parent.kill()
+        await parent.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, workers, 5)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+async def test_groups_are_spread_over_the_processes() -> None:
+    async with Pool(run_config("pid", workers=3)) as pool:
+        found = await asyncio.gather(*(pool.score(job("x")) for _ in range(12)))
+        assert {one[0][0].score for one in found} == set(map(float, pool.pids))
