@@ -106,6 +106,8 @@ class Channel:
         self._reopening: asyncio.Task[None] | None = None
         self._last_error = "no answer"
         self._refused: asyncio.Future[str] | None = None
+        self._deaf: AccessDenied | None = None
+        """Set when this user may not listen for answers at all."""
         self.connections = 0
 
     async def open(self, deadline_s: float) -> None:
@@ -141,7 +143,7 @@ class Channel:
             pending_size=PENDING_BYTES,
             **self._options,
         )
-        self._inbox = nc.new_inbox()
+        self._inbox, self._deaf = nc.new_inbox(), None
         await nc.subscribe(f"{self._inbox}.*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
         self._mark_up()
 
@@ -180,6 +182,8 @@ class Channel:
 
     def expect(self, waiter: Waiter) -> str:
         """A reply subject whose answers go to `waiter`, until `forget`."""
+        if self._deaf is not None:
+            raise self._deaf
         self._tokens += 1
         token = str(self._tokens)
         self._waiters[token] = waiter
@@ -261,9 +265,11 @@ class Channel:
     def _deny(self, action: str, subject: str) -> None:
         # nats-py lowers the server's text, so subjects are compared lowered.
         error = AccessDenied(redact(self.url), action, subject)
+        if subject == f"{self._inbox}.*".lower():
+            self._deaf = error
         told = False
         for waiter in list(self._waiters.values()):
-            if waiter.subject.lower() == subject:
+            if self._deaf is not None or waiter.subject.lower() == subject:
                 waiter.fail(error)
                 told = True
         for listener in list(self._denied):
@@ -317,7 +323,7 @@ class Connection:
         try:
             await bulk.open(max(0.1, deadline - time.monotonic()))
             await connection.api("INFO", deadline_s=max(0.5, deadline - time.monotonic()))
-        except RequestTimeout as error:
+        except (RequestTimeout, ApiError) as error:
             await connection.close()
             raise NotJetStream(redact(url), str(error)) from error
         except BaseException:

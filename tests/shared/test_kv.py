@@ -1,0 +1,119 @@
+"""The key-value bucket: compare-and-set, time to live, and repeats over a killed broker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from shared.broker import EmbeddedBroker
+from shared.errors import BucketMissing, Conflict, KeyExists
+from shared.kv import KV
+from tests.shared.runs import until
+
+
+@pytest.fixture
+async def kv(broker: EmbeddedBroker, connect: Any, run_name: str) -> AsyncIterator[KV]:
+    opened = await KV.open(await connect(broker.url), f"{run_name}_config", ttl=True)
+    yield opened
+    opened.close()
+
+
+async def test_put_get_keys_delete(kv: KV) -> None:
+    assert await kv.get("a") is None
+    first = await kv.put("a", b"1")
+    second = await kv.put("a", b"2")
+    assert second > first
+    assert await kv.get("a") == (b"2", second)
+    await kv.put("b.c", b"")
+    assert await kv.get("b.c") == (b"", second + 1)
+    assert await kv.keys() == ["a", "b.c"]
+    await kv.delete("a")
+    await kv.delete("never-was")
+    assert await kv.get("a") is None
+    assert await kv.keys() == ["b.c"]
+
+
+async def test_create_only_once(kv: KV) -> None:
+    revision = await kv.create("a", b"1")
+    with pytest.raises(KeyExists, match="'a' exists in bucket"):
+        await kv.create("a", b"2")
+    assert await kv.get("a") == (b"1", revision)
+    await kv.delete("a")
+    assert await kv.create("a", b"3") > revision
+
+
+async def test_update_needs_the_revision(kv: KV) -> None:
+    revision = await kv.create("a", b"1")
+    newer = await kv.update("a", b"2", revision)
+    with pytest.raises(Conflict, match=f"no longer at revision {revision}"):
+        await kv.update("a", b"3", revision)
+    with pytest.raises(Conflict):
+        await kv.update("other", b"3", newer)
+    assert await kv.get("a") == (b"2", newer)
+
+
+async def test_one_of_many_wins(broker: EmbeddedBroker, connect: Any, kv: KV) -> None:
+    rivals = [await KV.open(await connect(broker.url), kv.bucket, ttl=True) for _ in range(4)]
+    results = await asyncio.gather(*(rival.create("a", b"x") for rival in rivals), return_exceptions=True)
+    assert sorted(type(result).__name__ for result in results) == ["KeyExists"] * 3 + ["int"]
+    for rival in rivals:
+        rival.close()
+
+
+async def test_time_to_live(kv: KV) -> None:
+    started = time.monotonic()
+    await kv.create("a", b"1", ttl_s=1)
+
+    async def gone() -> bool:
+        return await kv.get("a") is None
+
+    await until(gone, "the key ran out")
+    assert 0.8 < time.monotonic() - started < 5
+    assert await kv.keys() == []
+    await kv.create("a", b"2")  # no marker is in the way
+
+
+async def test_each_write_renews_the_time_to_live(kv: KV) -> None:
+    revision = await kv.create("a", b"1", ttl_s=1.5)  # rounded up to 2: the broker knows whole seconds
+    for _ in range(4):
+        await asyncio.sleep(0.7)
+        revision = await kv.update("a", b"1", revision, ttl_s=2)
+    assert await kv.get("a") == (b"1", revision)
+
+
+async def test_bucket_that_does_not_exist(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    with pytest.raises(BucketMissing, match=f"{run_name}_config.*check the run's name"):
+        await KV.open(await connect(broker.url), f"{run_name}_config", create=False)
+
+
+@pytest.mark.parametrize("key", ["", ".", "a.", ".a", "a b", "a*", "a>", "ä"])
+async def test_keys_that_are_no_subjects(kv: KV, key: str) -> None:
+    with pytest.raises(ValueError, match="key"):
+        await kv.put(key, b"x")
+
+
+async def test_compare_and_set_over_a_killed_broker(own_broker: EmbeddedBroker, connect: Any) -> None:
+    """Each update is done exactly once, though the broker dies between the write and its answer."""
+    kv = await KV.open(await connect(own_broker.url), "counter")
+    revision, total = await kv.create("n", b"0"), 400
+
+    async def count() -> None:
+        nonlocal revision
+        for i in range(1, total + 1):
+            revision = await kv.update("n", b"%d" % i, revision)
+
+    counting = asyncio.create_task(count())
+    for _ in range(3):
+        before = revision
+        await until(lambda before=before: revision > before + 20, "some updates")
+        assert not counting.done(), "the broker must die while values are written"
+        await asyncio.to_thread(own_broker.kill)
+        await asyncio.to_thread(own_broker.start)
+    await asyncio.wait_for(counting, 60)
+    assert await kv.get("n") == (b"%d" % total, revision)
+    assert revision == total + 1, "no value was written twice"
+    kv.close()

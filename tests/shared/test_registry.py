@@ -1,0 +1,132 @@
+"""Heartbeats that run out, and leases of which there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from shared import wire
+from shared.broker import EmbeddedBroker
+from shared.errors import AlreadyActive, LeaseLost
+from shared.records import Heartbeat
+from shared.registry import LeaseRecord, Registry, is_dead, process_start
+from shared.subjects import Subjects
+from tests.shared.runs import until
+
+
+def a_beat(service: str, replica: str, progress: int = 0) -> Heartbeat:
+    return Heartbeat(service, replica, "running", progress, 1, 1, {}, "host", 1, 0.0, time.time())
+
+
+async def registry(connect: Any, url: str, run: str, ttl_s: float = 15.0) -> Registry:
+    return await Registry.open(await connect(url), Subjects(run), ttl_s)
+
+
+async def test_alive_until_the_heartbeat_runs_out(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    short = await registry(connect, broker.url, run_name, ttl_s=1)
+    long = await registry(connect, broker.url, run_name)
+    await short.beat(a_beat("rollout", "host-1.local"))
+    await long.beat(a_beat("rollout", "b", progress=1))
+    await long.beat(a_beat("rollout", "b", progress=2))
+    await long.beat(a_beat("trainer", "0"))
+    assert [(h.service, h.replica, h.progress) for h in await long.alive()] == [
+        ("rollout", "b", 2),
+        ("rollout", "host-1.local", 0),
+        ("trainer", "0", 0),
+    ]
+
+    async def only_b() -> bool:
+        return [h.replica for h in await long.alive("rollout")] == ["b"]
+
+    await until(only_b, "the dead replica is gone")
+    await long.leave("rollout", "b")
+    assert await long.alive("rollout") == []
+
+
+async def test_one_active(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    first = await registry(connect, broker.url, run_name)
+    second = await registry(connect, broker.url, run_name)
+    lease = await first.claim("trainer", "a")
+    with pytest.raises(AlreadyActive, match=rf"trainer is active already: replica 'a', pid {os.getpid()} on"):
+        await second.claim("trainer", "b")
+    await second.claim("dcs", "b")
+    await lease.release()
+    taken = await second.claim("trainer", "b")
+    with pytest.raises(LeaseLost, match="no longer holds the lease of trainer"):
+        await lease.renew()
+    await lease.release()
+    await taken.renew()
+
+
+async def test_claims_at_once(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    rivals = [await registry(connect, broker.url, run_name) for _ in range(4)]
+    results = await asyncio.gather(*(rival.claim("trainer") for rival in rivals), return_exceptions=True)
+    assert sorted(type(result).__name__ for result in results) == ["AlreadyActive"] * 3 + ["Lease"]
+
+
+async def test_beats_keep_the_lease_and_hear_of_its_loss(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    first = await registry(connect, broker.url, run_name, ttl_s=1)
+    second = await registry(connect, broker.url, run_name, ttl_s=1)
+    await first.claim("trainer", "a")
+    for _ in range(5):
+        await asyncio.sleep(0.5)
+        await first.beat(a_beat("trainer", "a"))
+        with pytest.raises(AlreadyActive):
+            await second.claim("trainer", "b")
+
+    async def taken() -> bool:
+        try:
+            await second.claim("trainer", "b")
+        except AlreadyActive:
+            return False
+        return True
+
+    await until(taken, "a silent holder loses the lease")
+    with pytest.raises(LeaseLost, match="replica 'b'"):
+        await first.beat(a_beat("trainer", "a"))
+
+
+async def test_lease_that_merely_ran_out_is_taken_again(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    only = await registry(connect, broker.url, run_name, ttl_s=1)
+    lease = await only.claim("trainer")
+
+    async def ran_out() -> bool:
+        return await only._kv.get("lease.trainer") is None
+
+    await until(ran_out, "the lease ran out")
+    await only.beat(a_beat("trainer", "0"))
+    with pytest.raises(AlreadyActive):
+        await (await registry(connect, broker.url, run_name)).claim("trainer")
+    await lease.release()
+
+
+async def test_neighbour_sees_a_dead_process_at_once(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    here = await registry(connect, broker.url, run_name)
+    code = "import sys; sys.stdin.read()"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE)
+    record = LeaseRecord("trainer", "a", "token", socket.gethostname(), child.pid, process_start(child.pid), 0.0)
+    await here._kv.create("lease.trainer", wire.encode(record), ttl_s=60)
+    with pytest.raises(AlreadyActive):
+        await here.claim("trainer", "b")
+    child.kill()
+    await child.wait()
+    started = time.monotonic()
+    await here.claim("trainer", "b")
+    assert time.monotonic() - started < 5
+
+
+def test_who_is_dead() -> None:
+    here, me = socket.gethostname(), os.getpid()
+    alive = LeaseRecord("s", "r", "t", here, me, process_start(me), 0.0)
+    assert not is_dead(alive)
+    assert is_dead(LeaseRecord("s", "r", "t", here, me, process_start(me) - 1, 0.0)), (
+        "the pid was given to another process"
+    )
+    assert not is_dead(LeaseRecord("s", "r", "t", "another-host", me, 1, 0.0)), "only its own host can tell"
+    assert process_start(2**22 + 1) == 0
