@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
-from shared import config
-from shared.config import RunConfig, Section
+from shared.algorithms import BY_NAME, MEMBERS, PolicyOptions
+from shared.config import RunConfig, Section, sections_of
 
 PAGE = Path(__file__).with_name("run-file.md")
 
@@ -30,26 +30,62 @@ def render() -> str:
 
 
 def _section(model: type[Section], path: str, lines: list[str]) -> None:
-    lines += [
-        f"## {path.rstrip('.') or 'Top level'}",
-        "",
-        "| field | type | default | meaning |",
-        "| --- | --- | --- | --- |",
-    ]
+    _heading(path.rstrip(".") or "Top level", lines)
     nested = []
     for name, field in model.model_fields.items():
-        if path == "" and name == "base":
+        if (path == "" and name == "base") or (model is PolicyOptions and name == "name"):
             continue
-        section = config._section_of(field.annotation)
-        if section:
-            nested.append((section, f"{path}{name}."))
-            kind = f"section{'s (list)' if typing.get_origin(field.annotation) is list else ''}"
-        else:
-            kind = _type(field.annotation)
-        lines.append(f"| `{path}{name}` | {kind} | {_default(field)} | {' '.join((field.description or '').split())} |")
+        sections = sections_of(field.annotation)
+        if sections:
+            nested.append((sections, f"{path}{name}."))
+        lines.append(_row(f"{path}{name}", field))
     lines.append("")
-    for section, below in nested:
-        _section(section, below, lines)
+    for sections, below in nested:
+        if len(sections) == 1:
+            _section(sections[0], below, lines)
+        else:
+            _algorithms(below, lines)
+
+
+def _algorithms(path: str, lines: list[str]) -> None:
+    """What all algorithms have, once; then of each what it adds and which defaults of its own it has."""
+    shared = PolicyOptions.model_fields
+    names = ", ".join(f"`{name}`" for name in BY_NAME)
+    lines += [
+        f"`{path}name` is one of {names}.",
+        "Without it: `grpo`. [algorithms.md](algorithms.md) has the formulas. First what all",
+        "of them have, then of each what it adds and where its default is another.",
+        "",
+    ]
+    _section(PolicyOptions, path, lines)
+    for member in MEMBERS:
+        fields = member.model_fields
+        title = f"{path}name: {fields['name'].default}"
+        lines += [f"## {title}", "", " ".join((fields["name"].description or "").split()), ""]
+        own = {name: field for name, field in fields.items() if name != "name" and field is not shared.get(name)}
+        rows = [_row(f"{path}{name}", field) for name, field in own.items() if _differs(field, shared.get(name))]
+        if rows:
+            lines += [*COLUMNS, *rows, ""]
+
+
+def _differs(field: typing.Any, general: typing.Any) -> bool:
+    return general is None or field.default != general.default or field.description != general.description
+
+
+COLUMNS = ("| field | type | default | meaning |", "| --- | --- | --- | --- |")
+
+
+def _heading(title: str, lines: list[str]) -> None:
+    lines += [f"## {title}", "", *COLUMNS]
+
+
+def _row(path: str, field: typing.Any) -> str:
+    if sections_of(field.annotation):
+        kind = f"section{'s (list)' if typing.get_origin(field.annotation) is list else ''}"
+    else:
+        kind = _type(field.annotation)
+    meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+    return f"| `{path}` | {kind} | {_default(field)} | {meaning} |"
 
 
 def _type(annotation: typing.Any) -> str:
@@ -63,7 +99,8 @@ def _default(field: typing.Any) -> str:
     if field.default is PydanticUndefined:
         return "required"
     if isinstance(field.default, Section):
-        return ""
+        usual = type(field.default).model_fields
+        return ", ".join(f"`{name}: {value}`" for name, value in field.default if value != usual[name].default)
     return f"`{field.default}`"
 
 

@@ -8,24 +8,25 @@ is made where the command is typed. `docs/run-file.md` is the reader's page.
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from shared.algorithms import BY_NAME, AlgorithmConfig, GrpoConfig
+from shared.combinations import conflicts
+from shared.section import Section
 from shared.subjects import check_run_name
 
 
 class ConfigError(ValueError):
     """The run file is wrong. The text names each field by its path and says what to do."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -49,7 +50,7 @@ class DataConfig(Section):
     """Use the first `size` records; for a procedural source the number of prompts in an epoch."""
     shuffle: bool = True
     """Draw a new order each epoch, from the run's seed."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({})
     """Passed to the procedural source."""
     system_prompt: str | None = None
     """Put in front of string prompts as a system message; the tokenizer's chat template is then used."""
@@ -86,7 +87,7 @@ class RewardFunction(Section):
     """Name in metrics; the function's own by default."""
     weight: float = 1.0
     """Factor in the sum that is trained on."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({})
     """Passed as keyword arguments."""
 
 
@@ -99,36 +100,12 @@ class RewardConfig(Section):
     """A call that takes longer is killed with its process; the sample counts as unscorable."""
     on_error: Literal["zero", "unscorable"] = "unscorable"
     """What a reward function that raises, returns NaN or runs out of time gives: reward 0, or no advantage for that sample."""
-    filters: list[Literal["zero_variance", "truncated", "unscorable"]] = ["unscorable"]
+    filters: list[Literal["zero_variance", "truncated", "unscorable"]] = Field(["unscorable"])
     """Groups dropped before training, each a counted reason: all rewards equal; every sample cut off; no sample scored."""
     replicas: int = Field(1, ge=1)
     """Reward processes that `slipstream up` starts."""
     max_deliveries: int = Field(5, ge=1)
     """Tries before a group goes to the dead letters."""
-
-
-class AdvantageConfig(Section):
-    name: Literal["group"] = "group"
-    """group: reward minus the group's mean (GRPO)."""
-    scale: Literal["std", "none"] = "std"
-    """Divide by the group's sample standard deviation, or not (Dr.GRPO)."""
-    epsilon: float = Field(1e-4, gt=0)
-    """Added to the deviation."""
-
-
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = "grpo"
-    """The policy loss: one file in services/trainer/algorithms."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.28, ge=0)
-    """... and above at 1 + clip_high."""
-    old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Denominator of the ratio: the trainer's own log-probabilities before the update, or those of the engine."""
-    tis_cap: float | None = Field(2.0, gt=0)
-    """Truncated importance correction exp(old - rollout), capped here; None switches it off."""
-    advantage: AdvantageConfig = AdvantageConfig()
-    """How rewards become advantages."""
 
 
 class OptimizerConfig(Section):
@@ -181,8 +158,35 @@ class TrainerConfig(Section):
     """auto: CUDA where there is one."""
     threads: int = Field(1, ge=1)
     """Torch threads on a CPU. More than one spins at barriers when the cores are shared."""
-    megatron: dict[str, Any] = {}
+    megatron: dict[str, Any] = Field({})
     """Options of Megatron's TransformerConfig under their own names."""
+
+
+class ReferenceConfig(Section):
+    path: str | None = None
+    """Hugging Face folder; None: the policy's initial weights. May hold `{seed}`."""
+    place: Literal["service", "trainer"] = "service"
+    """A process of its own, or inside the trainer's (hybrid: no message more, but the trainer waits for it)."""
+    refresh_every: int = Field(0, ge=0)
+    """Updates after which the reference becomes the policy of that moment; 0: never."""
+
+
+class TeacherConfig(Section):
+    path: str
+    """Hugging Face folder with the policy's tokenizer. May hold `{seed}`."""
+    replicas: int = Field(1, ge=1)
+    """Teacher processes that `slipstream up` starts."""
+    top_k: int = Field(0, ge=0)
+    """The likeliest tokens that travel with each token; 0: only the sampled one's log-probability."""
+
+
+class CriticConfig(Section):
+    path: str | None = None
+    """Hugging Face folder; None: the policy's initial weights. Its output layer gives one value."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Of the critic."""
+    warmup_steps: int = Field(0, ge=0)
+    """Updates of the critic alone before the policy moves."""
 
 
 class RolloutConfig(Section):
@@ -204,9 +208,9 @@ class RolloutConfig(Section):
     """Deadline of the engine's start."""
     max_deliveries: int = Field(5, ge=1)
     """Tries before a prompt goes to the dead letters."""
-    light: dict[str, Any] = {}
+    light: dict[str, Any] = Field({})
     """Options of the light engine's command line, without the dashes."""
-    sglang: dict[str, Any] = {}
+    sglang: dict[str, Any] = Field({})
     """Options of `sglang.launch_server` under their own names."""
 
 
@@ -241,7 +245,7 @@ class BrokerConfig(Section):
     """Disk that the run's streams may take together."""
     durability: Literal["process", "power"] = "process"
     """process: survives the death of any process. power: every write is synced to disk, about 5 times slower."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({})
     """Further options of the private nats-server under their own names."""
 
 
@@ -275,8 +279,14 @@ class RunConfig(Section):
     """Held-out evaluation."""
     reward: RewardConfig
     """Scores."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Loss and advantages."""
+    algorithm: AlgorithmConfig = GrpoConfig()
+    """Loss and advantages. `name` chooses the algorithm and with it the options."""
+    reference: ReferenceConfig | None = None
+    """The policy that `algorithm.kl` holds on to."""
+    teacher: TeacherConfig | None = None
+    """The model that `algorithm.distill` learns from."""
+    critic: CriticConfig | None = None
+    """The values that `gae` advantages are made from."""
     trainer: TrainerConfig = TrainerConfig()
     """The trainer service."""
     rollout: RolloutConfig = RolloutConfig()
@@ -316,6 +326,10 @@ class RunConfig(Section):
             raise ValueError("eval.min_reward: needs eval.prompts, the held-out prompts to measure it on")
         if self.rollout.sglang and self.rollout.engine != "sglang":
             raise ValueError("rollout.sglang: options given, but rollout.engine is 'light'; set rollout.engine: sglang")
+        if found := list(conflicts(self)):
+            raise ValueError("\n  ".join(found))
+        if self.algorithm.max_tokens is None:
+            self.algorithm.max_tokens = self.sampling.max_new_tokens
         return self
 
     @property
@@ -421,35 +435,39 @@ def _is_number(text: str) -> bool:
 
 
 def _explain(item: Any) -> str:
-    path = ".".join(str(part) for part in item["loc"]) or "run file"
+    location = tuple(
+        part for part in item["loc"] if part not in BY_NAME
+    )  # pydantic puts the chosen algorithm into the path
+    path = ".".join(str(part) for part in location) or "run file"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
         return f"{path}: unknown field{_suggest(item['loc'])}"
     if item["type"] == "missing":
         return f"{path}: missing; it has no default"
+    if item["type"] == "union_tag_invalid":
+        return f"{path}.name: no algorithm is called {item['ctx']['tag']!r}{_close(item['ctx']['tag'], BY_NAME)}"
     if path == "run file":
         return message
     return f"{path}: {message} (got {item['input']!r})"
 
 
 def _suggest(location: tuple[str | int, ...]) -> str:
-    import difflib
-
     section: Any = RunConfig
     for part in location[:-1]:
         if isinstance(part, int):
             continue
-        section = _section_of(section.model_fields[part].annotation)
+        section = BY_NAME.get(part) or next(iter(sections_of(section.model_fields[part].annotation)), None)
         if section is None:
             return ""
-    close = difflib.get_close_matches(str(location[-1]), section.model_fields, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(section.model_fields)}"
+    return _close(str(location[-1]), section.model_fields)
 
 
-def _section_of(annotation: Any) -> Any:
-    import typing
+def _close(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
 
-    for candidate in (annotation, *typing.get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The sections that a field may hold: none for a plain value, several for the algorithm."""
+    candidates = (annotation, *typing.get_args(annotation))
+    return [kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)]

@@ -156,6 +156,10 @@ class Group:
     rewards: Rewards | None = None
     advantages: Floats | None = None
     """[G] one a sample, or [N] one a token."""
+    columns: dict[str, Floats] = field(default_factory=dict)
+    """[N] or [N, K] each: what stages with a model add a token, such as `reference_logprobs`. See docs/algorithms.md."""
+    id_columns: dict[str, Ints] = field(default_factory=dict)
+    """[N, K] each: token ids that belong to a column, such as `teacher_top_ids`."""
     replica: str = ""
     """The rollout replica that drew the samples."""
     times: dict[str, float] = field(default_factory=dict)
@@ -169,6 +173,9 @@ class Group:
             raise ValueError(f"rewards: {len(self.rewards.total)} scores for {groups} samples")
         if self.advantages is not None and self.advantages.shape not in ((groups,), (tokens,)):
             raise ValueError(f"advantages: shape {self.advantages.shape}, expected ({groups},) or ({tokens},)")
+        for name, column in {**self.columns, **self.id_columns}.items():
+            if column.shape[:1] != (tokens,) or column.ndim > 2:
+                raise ValueError(f"columns: {name} has shape {column.shape}, expected ({tokens},) or ({tokens}, K)")
 
 
 @schema("receipt", 1)

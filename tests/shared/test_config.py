@@ -106,8 +106,7 @@ def test_every_field_is_explained():
         for name, field in model.model_fields.items():
             if not (name == "run" or field.description):
                 yield f"{path}{name}"
-            section = config._section_of(field.annotation)
-            if section:
+            for section in config.sections_of(field.annotation):
                 yield from sections(section, f"{path}{name}.")
 
     assert list(sections(config.RunConfig, "")) == []

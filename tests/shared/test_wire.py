@@ -55,6 +55,8 @@ def groups(draw):
         samples=samples,
         rewards=Rewards(scores, {"r": scores}, [""] * len(lengths)),
         advantages=draw(st.sampled_from([None, scores])),
+        columns=draw(st.sampled_from([{}, {"reference_logprobs": samples.logprobs}])),
+        id_columns=draw(st.sampled_from([{}, {"teacher_top_ids": np.stack([samples.ids, samples.ids], axis=1)}])),
     )
 
 

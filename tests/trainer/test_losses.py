@@ -1,100 +1,25 @@
-"""The losses against numbers computed elsewhere, and what no number shows: masks, non-finite input, sums that add up.
+"""What no number of the archive shows: masks, non-finite input, sums that add up, and what the metrics mean.
 
-tests/data/loss_cases.npz holds inputs, losses and gradients from an independent implementation, in float64; see the header of
-its `meta`. GRPO's own variants differ in the reduction only, so four of its loss types check all three reductions.
+The numbers themselves: test_loss_oracle.py and test_loss_terms.py. What holds for every loss: test_loss_properties.py.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from services.trainer.algorithms import policy_loss
-from services.trainer.algorithms.grpo import grpo
 from services.trainer.algorithms.reductions import Tokens, finish, merge, reduce
 from services.trainer.algorithms.sft import sft
-from shared.config import AlgorithmConfig
-
-ARCHIVE = np.load(Path(__file__).parents[1] / "data/loss_cases.npz")
-REDUCTIONS = {"grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "dr_grpo": "constant"}
-ELSEWHERE = ("beta", "delta", "opsm", "is_min")
-"""Settings of other algorithms."""
+from shared.algorithms import GrpoConfig
 
 
-def applies(case: dict[str, Any]) -> bool:
-    return (
-        case["loss_type"] in REDUCTIONS
-        and case["level"] == "token"
-        and case.get("is_mode") in (None, "token_truncate")
-        and not any(case.get(name) for name in ELSEWHERE)
-        and case["name"] != "dapo-is-nan"  # a rule of its own here, tested below
-    )
-
-
-CASES = [case for case in json.loads(str(ARCHIVE["meta"]))["cases"] if applies(case)]
-
-
-def array(case: dict[str, Any], name: str) -> torch.Tensor | None:
-    key = f"{case['key']}/{name}"
-    return torch.from_numpy(ARCHIVE[key]) if key in ARCHIVE else None
-
-
-def tokens_of(case: dict[str, Any]) -> tuple[Tokens, torch.Tensor, torch.Tensor]:
-    """(the case's tokens in packed form, its log-probabilities with a gradient, its mask)."""
-    logprobs_BT = array(case, "logp")
-    assert logprobs_BT is not None
-    logprobs_BT.requires_grad_()
-    tool, mask = array(case, "tool_mask"), array(case, "comp_mask")
-    assert mask is not None
-    mask_BT = mask.bool() if tool is None else (mask * tool).bool()
-    advantages = array(case, "adv")
-    assert advantages is not None
-    advantages_BT = (advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(logprobs_BT)
-    rows, old, sampled = mask_BT.nonzero()[:, 0], array(case, "old"), array(case, "samp")
-    before = logprobs_BT.detach() if old is None else old
-    return (
-        Tokens(
-            logprobs_N=logprobs_BT[mask_BT],
-            rollout_logprobs_N=(before if sampled is None else sampled)[mask_BT],
-            advantages_N=advantages_BT[mask_BT],
-            mask_N=torch.ones(len(rows), dtype=torch.bool),
-            sequence_N=rows,
-            sequences=len(mask_BT),
-            old_logprobs_N=before[mask_BT],
-        ),
-        logprobs_BT,
-        mask_BT,
-    )
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_grpo_matches_independent_numbers(case: dict[str, Any]) -> None:
-    tokens, logprobs_BT, _ = tokens_of(case)
-    total, metrics = grpo(
-        tokens,
-        clip_low=case["eps_low"],
-        clip_high=case["eps_high"],
-        tis_cap=case.get("is_max"),
-        reduction=REDUCTIONS[case["loss_type"]],  # type: ignore[arg-type]
-        max_tokens=case["max_len"],
-    )
-    denominator = case["num_items"] if case["loss_type"] == "dapo" else float(metrics["denominator"])
-    loss = total / max(denominator, 1.0)
-    loss.backward()
-    assert logprobs_BT.grad is not None
-    np.testing.assert_allclose(loss.item(), ARCHIVE[f"{case['key']}/loss"], rtol=0, atol=1e-9)
-    np.testing.assert_allclose(logprobs_BT.grad.numpy(), ARCHIVE[f"{case['key']}/grad"], rtol=0, atol=1e-9)
-
-
-def test_enough_cases_apply() -> None:
-    assert len(CASES) == 50
-    assert {case["loss_type"] for case in CASES} == set(REDUCTIONS)
+def grpo(tokens: Tokens, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss with the run file's options."""
+    return policy_loss(GrpoConfig(**options))(tokens)
 
 
 def example(*, seed: int = 0, **changes: Any) -> Tokens:
@@ -121,7 +46,7 @@ def test_masked_tokens_leave_numerator_denominator_and_gradient() -> None:
     whole = example()
     spoilt = example(
         mask_N=mask_N,
-        rollout_logprobs_N=torch.where(mask_N, whole.rollout_logprobs_N, 0.0),
+        rollout_logprobs_N=torch.where(mask_N, whole.rollout_logprobs_N, torch.nan),
         logprobs_N=whole.logprobs_N,
     )
     kept = Tokens(
@@ -139,8 +64,8 @@ def test_masked_tokens_leave_numerator_denominator_and_gradient() -> None:
         {"reduction": "sequence_mean"},
         {"reduction": "constant", "max_tokens": 8},
     ):
-        loss, metrics = grpo(spoilt, **options)  # type: ignore[arg-type]
-        expected, expected_metrics = grpo(kept, **options)  # type: ignore[arg-type]
+        loss, metrics = grpo(spoilt, **options)
+        expected, expected_metrics = grpo(kept, **options)
         assert {k: float(v.detach()) for k, v in metrics.items()} == pytest.approx(
             {k: float(v.detach()) for k, v in expected_metrics.items()}
         )
@@ -216,14 +141,6 @@ def test_a_token_that_has_become_endlessly_likelier_does_not_spoil_the_gradient(
     assert tokens.logprobs_N.grad is not None
     assert tokens.logprobs_N.grad[0] == 0
     assert all(torch.isfinite(value).all() for value in (tokens.logprobs_N.grad, *metrics.values()))
-
-
-def test_run_file_settings_reach_the_loss() -> None:
-    tokens = example()
-    config = AlgorithmConfig(clip_low=0.01, clip_high=0.02, old_logprobs="rollout", tis_cap=None)
-    ours, _ = policy_loss(config)(tokens)
-    theirs, _ = grpo(tokens, clip_low=0.01, clip_high=0.02, old_logprobs="rollout", tis_cap=None)
-    assert ours == theirs
 
 
 def test_empty_micro_batch_has_a_loss_of_zero_that_can_be_differentiated() -> None:

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithms.grpo import grpo
+from services.trainer.algorithms import policy_loss
 from services.trainer.algorithms.reductions import merge
 from services.trainer.algorithms.sft import sft
 from services.trainer.batches import PackedBatch, TrainSample, pack
+from shared.algorithms import GrpoConfig
 from shared.config import OptimizerConfig
 from tests.trainer.conftest import samples
 from tests.trainer.test_megatron import gradients
+
+grpo = policy_loss(GrpoConfig())
 
 
 def train(policy: Any, steps: range, budget: int = 1000, loss: Any = grpo) -> list[float]:

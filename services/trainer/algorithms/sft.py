@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from services.trainer.algorithms.reductions import Reduction, Tokens, masked_sum, reduce
+from services.trainer.algorithms.reductions import Reduction, Tokens, cleared, masked_sum, reduce
 
 
 def sft(
     tokens: Tokens, /, *, reduction: Reduction = "token_mean", max_tokens: int | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss sum, metric sums) of one micro-batch."""
+    tokens = cleared(tokens)
     loss, denominator = reduce(-tokens.logprobs_N, tokens, reduction, max_tokens)
     metrics = {"loss": loss.detach(), "denominator": denominator, "tokens": tokens.mask_N.sum()}
     if tokens.entropy_N is not None:

@@ -1,0 +1,55 @@
+"""The columns that stages with a model add to a group, one number or K of them a token. Pure.
+
+    reference_logprobs    [N]     role reference: log-probability of the sampled token under the reference policy
+    teacher_logprobs      [N]     role teacher: the same under the teacher
+    teacher_top_ids       [N, K]  role teacher: its K likeliest tokens at each position (`Group.id_columns`)
+    teacher_top_logprobs  [N, K]  their log-probabilities under the teacher
+    values                [N]     role critic: value of the state that the token was drawn in
+
+All log-probabilities are taken at `sampling.temperature`. Tokens that an environment wrote have an entry too, of any value. A
+group whose column is missing or of the wrong shape is refused (`missing`), never trained on as if the term were not there: a
+teacher or a reference that fails is seen. An entry that is not finite leaves that token out of the loss, and is counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from shared.config import RunConfig
+    from shared.records import Group
+
+
+WIDE = frozenset({"teacher_top_ids", "teacher_top_logprobs"})
+"""Columns with a second dimension, also where it is 1."""
+
+
+def needed(run: RunConfig) -> dict[str, int]:
+    """Column -> entries a token, for the groups that this run's trainer takes."""
+    options = run.algorithm
+    columns = {}
+    if options.kl.coef > 0:
+        columns["reference_logprobs"] = 1
+    if options.distill.coef > 0:
+        columns["teacher_logprobs"] = 1
+        if options.distill.form == "top_k" and run.teacher is not None:
+            columns |= {"teacher_top_ids": run.teacher.top_k, "teacher_top_logprobs": run.teacher.top_k}
+    if options.advantage.name == "gae":
+        columns["values"] = 1
+    return columns
+
+
+def missing(group: Group, run: RunConfig) -> str | None:
+    """Why the trainer must refuse this group, or None."""
+    have: dict[str, np.ndarray] = {**group.columns, **group.id_columns}
+    for name, width in needed(run).items():
+        if name not in have:
+            return (
+                f"{group.id}: the column {name!r} is missing; its stage must add it before the trainer takes the group"
+            )
+        expected = (width,) if name in WIDE else ()
+        if have[name].shape[1:] != expected:
+            return f"{group.id}: the column {name!r} has the shape {have[name].shape}, expected {expected} a token"
+    return None

@@ -1,0 +1,143 @@
+"""Combinations of the algorithm's options, and of these with the rest of the run file, that cannot work: each with the reason.
+
+`conflicts` is called when a run file is read, so `slipstream validate` tells all of them at once, and nothing starts.
+tests/shared/test_algorithms.py holds one example of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shared.algorithms import (
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
+    GspoConfig,
+    PolicyOptions,
+    PpoConfig,
+    ReinforcePpBaselineConfig,
+    ReinforcePpConfig,
+    RlooConfig,
+    SapoConfig,
+)
+
+if TYPE_CHECKING:
+    from shared.config import RunConfig
+
+ADVANTAGE_OF: dict[type[PolicyOptions], str] = {
+    RlooConfig: "leave_one_out",
+    ReinforcePpConfig: "returns",
+    ReinforcePpBaselineConfig: "group",
+    DrGrpoConfig: "group",
+    PpoConfig: "gae",
+}
+"""Algorithms that are what they are by their advantage."""
+
+
+def conflicts(run: RunConfig) -> Iterator[str]:
+    """Each thing that cannot work, as a sentence that begins with the field."""
+    yield from _advantages(run)
+    yield from _corrections(run.algorithm)
+    yield from _models(run)
+    yield from _kl(run.algorithm)
+    yield from _own(run)
+
+
+def _advantages(run: RunConfig) -> Iterator[str]:
+    options = run.algorithm
+    needed = ADVANTAGE_OF.get(type(options))
+    if needed and options.advantage.name != needed:
+        yield (
+            f"algorithm.advantage.name: {options.name} computes {needed!r} advantages, not {options.advantage.name!r}; remove "
+            "the field, or choose another algorithm"
+        )
+    if isinstance(options, DrGrpoConfig | ReinforcePpBaselineConfig) and options.advantage.scale != "none":
+        yield (
+            f"algorithm.advantage.scale: {options.name} does not divide by a deviation of the group, but it is "
+            f"{options.advantage.scale!r}; remove the field, or choose grpo"
+        )
+    if options.advantage.name == "gae" and run.critic is None:
+        yield "algorithm.advantage.name: 'gae' needs a critic's values; add the section `critic: {}`, or use 'returns'"
+    if options.advantage.name != "gae" and run.critic is not None:
+        yield f"critic: {options.name} with {options.advantage.name!r} advantages uses no values; remove the section"
+    if options.reduction != "constant" and options.max_tokens not in (None, run.sampling.max_new_tokens):
+        yield f"algorithm.max_tokens: only the reduction 'constant' divides by it, but it is {options.reduction!r}"
+
+
+def _corrections(options: PolicyOptions) -> Iterator[str]:
+    correction = options.correction
+    masks = correction.mode != "none" or correction.geometric is not None or correction.outlier is not None
+    if masks and options.old_logprobs == "rollout":
+        yield (
+            "algorithm.correction: with old_logprobs 'rollout' the ratio itself holds all staleness and w is always 1; set "
+            "old_logprobs: trainer, or correction.mode: none without geometric and outlier"
+        )
+    if correction.low > min(correction.high, 1.0) or correction.high < 1.0:
+        yield (
+            f"algorithm.correction: [low, high] = [{correction.low}, {correction.high}] does not hold 1, the weight of a token "
+            "on which engine and trainer agree"
+        )
+    for name in ("geometric", "outlier"):
+        bounds = getattr(correction, name)
+        if bounds is not None and not 0 <= bounds[0] <= 1 <= bounds[1]:
+            yield f"algorithm.correction.{name}: {list(bounds)} does not hold 1, so every sequence would be left out"
+
+
+def _models(run: RunConfig) -> Iterator[str]:
+    options = run.algorithm
+    if options.kl.coef > 0 and run.reference is None:
+        yield "algorithm.kl.coef: needs a reference policy; add the section `reference: {}` (the initial weights)"
+    if options.kl.coef == 0 and run.reference is not None:
+        yield "reference: nothing uses it while algorithm.kl.coef is 0; set the coefficient, or remove the section"
+    if options.distill.coef > 0 and run.teacher is None:
+        yield (
+            f"algorithm.distill.coef: {options.name} needs a teacher; add the section `teacher: {{path: ...}}`, or set it to 0"
+        )
+    if options.distill.coef == 0 and run.teacher is not None:
+        yield "teacher: nothing uses it while algorithm.distill.coef is 0; set the coefficient, or remove the section"
+    if options.distill.coef == 0 and options.distill.reward_weight == 0:
+        yield "algorithm.distill: coef and reward_weight are both 0, so there is nothing to learn from"
+    if run.teacher is not None:
+        if options.distill.form == "top_k" and run.teacher.top_k == 0:
+            yield "teacher.top_k: distill.form 'top_k' needs the teacher's likeliest tokens; set how many, such as 64"
+        if options.distill.form == "sampled" and run.teacher.top_k > 0:
+            yield "teacher.top_k: distill.form 'sampled' does not use them; set it to 0, or distill.form: top_k"
+
+
+def _kl(options: PolicyOptions) -> Iterator[str]:
+    kl = options.kl
+    if kl.use == "reward" and kl.unbiased:
+        yield "algorithm.kl.unbiased: concerns the loss term only; with kl.use 'reward' set it to false"
+    if kl.coef > 0 and kl.use == "loss" and kl.estimator == "k1" and not kl.unbiased:
+        yield (
+            "algorithm.kl.estimator: the gradient of 'k1' as a loss is zero in expectation, so it restrains nothing; use 'k2' or "
+            "'k3', set kl.unbiased: true, or kl.use: reward"
+        )
+
+
+def _own(run: RunConfig) -> Iterator[str]:
+    options = run.algorithm
+    if isinstance(options, DapoConfig):
+        if "zero_variance" not in run.reward.filters:
+            yield (
+                "reward.filters: dapo's dynamic sampling drops groups whose rewards are all equal; add 'zero_variance', or "
+                "choose grpo, which is the same loss"
+            )
+        if options.overlong_buffer > run.sampling.max_new_tokens:
+            yield (
+                f"algorithm.overlong_buffer: {options.overlong_buffer} exceeds sampling.max_new_tokens = "
+                f"{run.sampling.max_new_tokens}: even an empty completion would lose reward"
+            )
+    per_token = options.advantage.name in ("returns", "gae") or (
+        options.distill.coef > 0 and options.distill.form == "sampled"
+    )
+    if per_token and isinstance(options, GspoConfig) and options.form == "sequence":
+        yield "algorithm.form: advantages that differ by token need gspo's token form; set it to 'token'"
+    if per_token and isinstance(options, SapoConfig) and options.level == "sequence":
+        yield "algorithm.level: advantages that differ by token need a ratio by token; set it to 'token'"
+    if isinstance(options, GspoConfig | SapoConfig | CispoConfig) and options.old_logprobs == "trainer":
+        yield (
+            "algorithm.old_logprobs: with one update a batch the ratio to the trainer's own log-probabilities is always 1, so "
+            f"{options.name} would be a plain policy gradient; use 'rollout'"
+        )
