@@ -7,15 +7,15 @@ a reason that was there to be seen. `tests/e2e/test_cli.py` holds the texts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from services.reward.scoring import FunctionError, load
 from services.trainer.model_folder import ModelFolderError, read_architecture
 from shared.config import ConfigError, DataConfig, RewardFunction, RunConfig
 
 FIRST_RECORDS = 4
-REWARD_ARGUMENTS = ("prompt", "completion", "answer")
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -34,7 +34,7 @@ def problems(config: RunConfig) -> list[str]:
     for check in checks:
         try:
             check()
-        except (ConfigError, ModelFolderError) as error:
+        except (ConfigError, ModelFolderError, FunctionError) as error:
             found.append(str(error))
     return found
 
@@ -65,9 +65,7 @@ def check_prompts(config: RunConfig, data: DataConfig, field: str) -> None:
 
 def check_reward(config: RunConfig, reward: RewardFunction, number: int) -> None:
     """It can be called with what the reward service hands it."""
-    field = f"reward.functions[{number}].path"
-    function = config.function(reward.path, field)
-    takes(function, field, named=[*REWARD_ARGUMENTS, *reward.options], context=True)
+    load(reward.path, reward.options, config.base, f"reward.functions.{number}")
 
 
 def check_warm_start(config: RunConfig) -> None:
@@ -88,30 +86,19 @@ def check_warm_start(config: RunConfig) -> None:
         )
 
 
-def takes(
-    function: Callable[..., Any],
-    field: str,
-    positional: Sequence[str] = (),
-    named: Sequence[str] = (),
-    context: bool = False,
-) -> None:
-    """ConfigError unless `function` can be called with these arguments. With `context` it may ask for further ones by name."""
+def takes(function: Callable[..., Any], field: str, arguments: tuple[str, ...]) -> None:
+    """ConfigError unless `function` can be called with these, in this order."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a builtin without a signature: only calling it could tell
-    extra = [name for name in signature.parameters if context and name not in named and _required(signature, name)]
     try:
-        signature.bind(*positional, **dict.fromkeys([*named, *extra]))
+        signature.bind(*arguments)
     except TypeError as error:
-        name, wanted = getattr(function, "__name__", str(function)), ", ".join([*positional, *named])
-        raise ConfigError(f"{field}: {name}{signature} cannot be called with ({wanted}): {error}") from error
-
-
-def _required(signature: inspect.Signature, name: str) -> bool:
-    parameter = signature.parameters[name]
-    by_name = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return by_name and parameter.default is inspect.Parameter.empty
+        name = getattr(function, "__name__", str(function))
+        raise ConfigError(
+            f"{field}: {name}{signature} cannot be called with ({', '.join(arguments)}): {error}"
+        ) from error
 
 
 def call(function: Callable[..., Any], field: str, *arguments: Any) -> Any:

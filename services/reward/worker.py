@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from services.controller.launchers.parent import die_with_parent
+from shared.parent import die_with_parent
 from services.reward.scoring import FunctionError, Outcome, Scorer, load, score, score_async
 
 LENGTH = struct.Struct("<I")

@@ -76,7 +76,7 @@ async def test_who_does_not_leave_is_killed_with_all_it_started(tmp_path):
 
 async def test_children_die_with_their_parent(tmp_path):
     """The parent is killed; nothing asks the child, and it is gone all the same."""
-    child = "import sys, signal; from services.controller.launchers.parent import die_with_parent; "
+    child = "import sys, signal; from shared.parent import die_with_parent; "
     child += "die_with_parent(int(sys.argv[1])); print('up', flush=True); signal.pause()"
     parent = textwrap.dedent(f"""
         import os, subprocess, sys, signal

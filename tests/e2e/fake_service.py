@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from services.controller.launchers.parent import die_with_parent
+from shared.parent import die_with_parent
 from shared.records import Announcement, Group, Receipt, Received, Samples, Sampling, floats, ints
 from shared.service import Context, run_service
 

@@ -112,14 +112,11 @@ def test_validate_tells_what_the_run_comes_down_to(folder):
         ({"groups_per_step": 0}, "groups_per_step: Input should be greater than or equal to 1"),
         ({"prompts": {"source": "none.jsonl"}}, "none.jsonl"),
         ({"prompts": {"source": "cli_task.nothing"}}, "prompts.source: cannot import 'cli_task.nothing'"),
-        ({"reward": {"functions": [{"path": "no_module_here.reward"}]}}, "reward.functions[0].path: cannot import"),
-        (
-            {"reward": {"functions": [{"path": "cli_task.no_arguments"}]}},
-            "cannot be called with (prompt, completion, answer)",
-        ),
+        ({"reward": {"functions": [{"path": "no_module_here.reward"}]}}, "reward.functions.0.path: cannot import"),
+        ({"reward": {"functions": [{"path": "cli_task.wants_more"}]}}, "asks for 'strictness'"),
         (
             {"reward": {"functions": [{"path": "cli_task.reward", "options": {"case": 1}}]}},
-            "got an unexpected keyword argument 'case'",
+            "does not take the option 'case'",
         ),
         ({"model": {"path": "nowhere"}}, "model.path: "),
         ({"model": {"path": "nowhere", "build": "cli_task.no_arguments"}}, "cannot be called with (path, seed)"),

@@ -186,10 +186,11 @@ async def test_a_killed_rollout_does_not_end_the_run_and_may_come_back(run):
     options = ["--nats", url, "--run", "fake", "--replica", "rollout-0", "--parent", str(os.getpid())]
     again = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.e2e.fake_service", "rollout", *options)
     await run.says("rollout-0 is back")
+    again.terminate()
+    assert await asyncio.wait_for(again.wait(), DEADLINE_S) == 0
     run.signal(signal.SIGTERM)
     assert await run.ends() == 130
-    again.terminate()
-    await asyncio.wait_for(again.wait(), DEADLINE_S)
+    assert "killed after" not in run.text, "all that is left drains"
 
 
 async def test_a_killed_broker_is_started_again_and_the_run_finishes(run):

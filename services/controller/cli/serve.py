@@ -42,7 +42,7 @@ def serve(
     """
     from importlib import import_module
 
-    from services.controller.launchers.parent import die_with_parent
+    from shared.parent import die_with_parent
 
     if parent is not None:
         die_with_parent(parent)

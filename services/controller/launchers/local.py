@@ -2,7 +2,8 @@
 
 Owns: the processes, their log files `<workdir>/logs/<service>-<n>.log`, and what ends them. Each child leads a process group of
 its own, so that Ctrl-C on the terminal reaches only `slipstream up`, which then asks the children to drain. A child dies with
-its parent (`parent.py`). Every exit is put into `exits`. `tests/controller/test_local_launcher.py` holds this with small scripts.
+its parent (`shared/parent.py`). Every exit is put into `exits`. `tests/controller/test_local_launcher.py` holds this with
+small scripts.
 """
 
 from __future__ import annotations
