@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from shared.parent import die_with_parent
 from services.reward.scoring import FunctionError, Outcome, Scorer, load, score, score_async
+from shared.parent import die_with_parent
 
 LENGTH = struct.Struct("<I")
 
