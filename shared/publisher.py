@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +33,13 @@ from shared.errors import (
 )
 from shared.jetstream import Channel, api_error, redact, status_of
 
+log = logging.getLogger("slipstream.transport")
+
 WINDOW_MESSAGES = 64
 WINDOW_BYTES = 16 << 20
 ACK_TIMEOUT_S = 5.0
+MUTE_S = 20.0
+"""So long without any answer to a message on a connection that stands, and the broker is asked what is the matter."""
 SWEEP_S = 0.5
 PROBE_S = (0.05, 0.25)
 """First and longest pause between two probes of a full stream."""
@@ -60,6 +65,7 @@ class Entry:
         "reply",
         "seen",
         "sent_at",
+        "silent_since",
         "started",
         "state",
         "subject",
@@ -69,6 +75,8 @@ class Entry:
         self.lane, self.subject, self.payload, self.headers, self.deadline = lane, subject, payload, headers, deadline
         self.future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.state, self.sent_at, self.started = UNSENT, 0.0, time.monotonic()
+        self.silent_since = 0.0
+        """When it was first sent over the present connection without having had any answer since; 0: not."""
         self.seen = "not sent yet"
         self.reply = ""
         self.duplicate = False
@@ -181,6 +189,7 @@ class Publisher:
 
     async def _send(self, entry: Entry) -> None:
         entry.state, entry.sent_at = SENT, time.monotonic()
+        entry.silent_since = entry.silent_since or entry.sent_at
         entry.seen = "no answer"
         try:
             await self.channel.publish(entry.subject, entry.payload, entry.reply, entry.headers)
@@ -234,7 +243,7 @@ class Publisher:
 
     def _hold(self, entry: Entry, seen: str) -> None:
         lane = entry.lane
-        entry.state, entry.seen = UNSENT, seen
+        entry.state, entry.seen, entry.silent_since = UNSENT, seen, 0.0
         if not lane.blocked:
             lane.blocked, lane.blocked_since, lane.probe_s = True, time.monotonic(), PROBE_S[0]
         if lane.probe is None:
@@ -273,7 +282,7 @@ class Publisher:
             again = list(lane.entries.values())
             for entry in again:
                 self.resent += entry.state == SENT
-                entry.state = UNSENT
+                entry.state, entry.silent_since = UNSENT, 0.0
             if again:
                 self._spawn(self._send_all(again))
 
@@ -288,26 +297,43 @@ class Publisher:
 
     def _sweep(self) -> None:
         self._sweeper = None
-        now = time.monotonic()
+        now, late = time.monotonic(), []
         pending = [entry for lane in self._lanes.values() for entry in lane.entries.values()]
-        late = []
         for entry in pending:
             if now >= entry.deadline:
                 seen = entry.seen if self.channel.connected else "the broker is not connected"
                 entry.fail(PublishTimeout(entry.subject, entry.deadline - entry.started, seen))
-            elif self.channel.connected and entry.state == SENT and now - entry.sent_at > ACK_TIMEOUT_S:
-                self.resent += 1
-                entry.state = UNSENT
-                late.append(entry)
-            elif self.channel.connected and entry.state == UNSENT and not entry.lane.blocked:
+            elif self.channel.connected and self._is_late(entry, now):
                 late.append(entry)
         for lane in self._lanes.values():
             if lane.blocked and lane.probe is None and all(entry.state != SENT for entry in lane.entries.values()):
                 self._probe(lane)
         if late:
             self._spawn(self._send_all(late))
+        if any(entry.silent_since and now - entry.silent_since > MUTE_S for entry in late):
+            self._spawn(self._check_mute())
         if pending:
             self._arm_sweeper()
+
+    def _is_late(self, entry: Entry, now: float) -> bool:
+        """To be sent again: its answer is overdue, or it could not be sent at first."""
+        if entry.state == SENT and now - entry.sent_at > ACK_TIMEOUT_S:
+            self.resent += 1
+            entry.state = UNSENT
+        return entry.state == UNSENT and not entry.lane.blocked
+
+    async def _check_mute(self) -> None:
+        """nats-server goes on answering when its disk is full, only not to publishes. Whoever waits must hear of it."""
+        try:
+            await self.channel.request("$JS.API.INFO", b"", 2.0)
+        except TransportError as error:
+            log.warning("nothing is stored, and %s", error)
+            return
+        why = f"it answers, but has stored nothing for {MUTE_S:.0f} s: its disk is full or broken (see its log; restart it)"
+        for lane in self._lanes.values():
+            for entry in list(lane.entries.values()):
+                if entry.silent_since and time.monotonic() - entry.silent_since > MUTE_S:
+                    entry.fail(StorageExhausted(redact(self.channel.url), entry.subject, why))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
