@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from shared.ledger import Ledger
 from shared.records import Receipt
 
-from .evidence import Drawn, Evidence
+from .evidence import Evidence
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +46,7 @@ class Audit:
     pending: int
     checks: list[Check]
     ages: dict[int, int] = field(default_factory=dict)
-    """Trained samples by age in steps. Below 0: drawn under weights that a rollback undid."""
+    """Trained samples by age in steps."""
 
     @property
     def ok(self) -> bool:
@@ -79,9 +79,9 @@ def audit(evidence: Evidence) -> Audit:
 
 def trained_ages(evidence: Evidence, ledger: Ledger) -> dict[int, int]:
     """Samples by age, over the groups that the final weights were trained on."""
-    step_of, ages = evidence.step_of(), Counter[int]()
-    for step, drawn in evidence.trained_drawn(ledger):
-        ages.update(step - oldest for oldest in drawn.oldest_steps(step_of) if oldest >= 0)
+    ages: Counter[int] = Counter()
+    for training in evidence.final_trainings(ledger):
+        ages.update(training.receipt.step - oldest for oldest in training.oldest if oldest >= 0)
     return dict(sorted(ages.items()))
 
 
@@ -124,7 +124,7 @@ def _full_updates(evidence: Evidence, ledger: Ledger) -> Check:
     faults = []
     for step in range(last + 1):
         count = len(ledger.by_step.get(step, []))
-        unfinished = step == last and evidence.state == "running" and count < size
+        unfinished = step == last and evidence.state != "finished" and count < size
         if count != size and not unfinished:
             faults.append(Fault(f"step {step}", f"{count} trained groups in this update, expected {size}"))
     return Check(name, last + 1, faults)
@@ -147,41 +147,35 @@ def _one_content(evidence: Evidence, ledger: Ledger) -> Check:
     return Check("every trained group has one trajectory", checked, faults, note)
 
 
-def _training(evidence: Evidence) -> Iterator[tuple[Receipt, Drawn]]:
-    """Each trained receipt, those that a rollback undid included, with the trajectories of its group."""
-    drawn_by_id = evidence.drawn_by_id()
-    for receipt in evidence.receipts:
-        if receipt.kind == "trained":
-            for drawn in drawn_by_id.get(receipt.group_id, []):
-                yield receipt, drawn
-
-
 def _staleness(evidence: Evidence) -> Check:
     """Per sample: update - step of the oldest weights that drew a token of it <= max_staleness."""
     if evidence.config is None:
         return Check("staleness bound", 0, [], "no config in the run's bucket")
-    bound, step_of, faults, checked = evidence.config.max_staleness, evidence.step_of(), [], 0
-    for receipt, drawn in _training(evidence):
-        for sample, oldest in enumerate(drawn.oldest_steps(step_of)):
+    bound, faults, checked = evidence.config.max_staleness, [], 0
+    for training in evidence.trainings():
+        update = training.receipt.step
+        for sample, oldest in enumerate(training.oldest):
             if oldest < 0:
                 continue
             checked += 1
-            if receipt.step - oldest > bound:
-                text = f"sample {sample} has a token of step {oldest}, trained in update {receipt.step}: age "
-                faults.append(Fault(receipt.group_id, text + f"{receipt.step - oldest}, bound {bound}"))
+            if update - oldest > bound:
+                text = f"sample {sample} has a token of step {oldest}, trained in update {update}: "
+                text += f"age {update - oldest}, bound {bound}"
+                faults.append(Fault(training.receipt.group_id, text))
     return Check(f"no trained token is older than {bound} steps", checked, faults)
 
 
 def _receipts_agree(evidence: Evidence) -> Check:
     """The trainer's receipts say of each sample what the trajectories and announcements say."""
-    step_of, faults, checked = evidence.step_of(), [], 0
-    for receipt, drawn in _training(evidence):
+    faults, checked = [], 0
+    for training in evidence.trainings():
+        receipt, counted = training.receipt, training.oldest
         if receipt.sample_steps is None:
             faults.append(Fault(receipt.group_id, "its trained receipt names no sample steps"))
             continue
         checked += 1
-        told, counted = receipt.sample_steps.tolist(), drawn.oldest_steps(step_of)
-        if told != counted:
+        told = receipt.sample_steps.tolist()
+        if len(told) != len(counted) or any(one != two for one, two in zip(told, counted, strict=True) if two >= 0):
             faults.append(Fault(receipt.group_id, f"the receipt says steps {told}, its spans say {counted}"))
     return Check("receipts agree with the trajectories", checked, faults)
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,16 +60,36 @@ class Drawn:
             span_step=tuple(samples.span_step.tolist()),
         )
 
-    def oldest_steps(self, step_of: dict[int, int]) -> list[int]:
+    def oldest_steps(self, step_of: dict[int, int], rollbacks: Sequence[Rollback] = ()) -> list[int]:
         """[G] for each sample the oldest step that any token was drawn under, by the announcements (-1: no token).
 
-        A version that was never announced counts as what its span claims; the audit reports it apart.
+        Weights of a history that a rollback undid count from the last step that both histories share. A version that was never
+        announced counts as what its span claims; the audit reports it apart.
         """
         oldest: dict[int, int] = {}
         for sample, version, claimed in zip(self.span_sample, self.span_version, self.span_step, strict=True):
             step = step_of.get(version, claimed)
+            step = min([step, *(rollback.step for rollback in rollbacks if version < rollback.version)])
             oldest[sample] = min(step, oldest.get(sample, step))
         return [oldest.get(sample, -1) for sample in range(self.samples)]
+
+
+@dataclass(slots=True, frozen=True)
+class Rollback:
+    """The trainer went back to `step`; versions below `version` that hold later steps are of a lost history."""
+
+    version: int
+    step: int
+
+
+@dataclass(slots=True, frozen=True)
+class Training:
+    """A group took part in an update: the receipt, what was trained on, and how old that was by the announcements."""
+
+    receipt: Receipt
+    drawn: Drawn
+    oldest: list[int]
+    """[G]"""
 
 
 @dataclass(slots=True)
@@ -108,15 +128,23 @@ class Evidence:
             found.setdefault(drawn.group_id, []).append(drawn)
         return found
 
-    def trained_drawn(self, ledger: Ledger) -> list[tuple[int, Drawn]]:
-        """(update, trajectory) of every group that the final weights were trained on, in the order of the updates."""
-        drawn_by_id = self.drawn_by_id()
-        return [
-            (step, drawn_by_id[group_id][0])
-            for step in sorted(ledger.by_step)
-            for group_id in ledger.by_step[step]
-            if group_id in drawn_by_id
-        ]
+    def trainings(self) -> list[Training]:
+        """Each `trained` receipt with each trajectory of its group, in the log's order; those that a rollback undid too."""
+        drawn_by_id, step_of = self.drawn_by_id(), self.step_of()
+        rollbacks: list[Rollback] = []
+        found = []
+        for receipt in self.receipts:
+            if receipt.kind == "rollback" and "version" in receipt.detail:
+                rollbacks.append(Rollback(receipt.detail["version"], receipt.step))
+            elif receipt.kind == "trained":
+                for drawn in drawn_by_id.get(receipt.group_id, []):
+                    found.append(Training(receipt, drawn, drawn.oldest_steps(step_of, rollbacks)))
+        return found
+
+    def final_trainings(self, ledger: Ledger) -> list[Training]:
+        """Those that the final weights come from: the last of each group that is trained."""
+        last = {training.receipt.group_id: training for training in self.trainings()}
+        return [training for group_id, training in last.items() if ledger.fate(group_id) == "trained"]
 
 
 async def gather(queue: TransferQueue, kv: KV, *, with_metrics: bool = False) -> Evidence:

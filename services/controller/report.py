@@ -175,7 +175,7 @@ def _evaluation(receipts: list[Receipt]) -> dict[str, Any]:
 
 def _work(evidence: Evidence, ledger: Ledger) -> dict[str, Any]:
     return {
-        "samples": sum(drawn.samples for _, drawn in evidence.trained_drawn(ledger)),
+        "samples": sum(training.drawn.samples for training in evidence.final_trainings(ledger)),
         "tokens": sum(receipt.tokens for receipt in trained_receipts(evidence, ledger).values()),
         "tokens_drawn": sum(drawn.tokens for drawn in evidence.drawn),
     }
@@ -200,7 +200,7 @@ def _time(evidence: Evidence) -> dict[str, Any]:
 
 def _replicas(evidence: Evidence, ledger: Ledger) -> dict[str, Any]:
     """Each rollout replica with the groups that it drew and its share of those that were trained."""
-    trained = Counter(drawn.replica for _, drawn in evidence.trained_drawn(ledger))
+    trained = Counter(training.drawn.replica for training in evidence.final_trainings(ledger))
     drawn = Counter(one.replica for one in evidence.drawn if one.kind == "train")
     total = max(trained.total(), 1)
     return {

@@ -93,7 +93,9 @@ class RunView:
         if receipt.reward is not None:
             rewards.append(receipt.reward)
         if receipt.sample_steps is not None:
-            ages.update(receipt.step - oldest for oldest in receipt.sample_steps.tolist() if oldest >= 0)
+            ages.update(
+                receipt.step - oldest for oldest in receipt.sample_steps.tolist() if 0 <= oldest <= receipt.step
+            )
         self.tokens.append((receipt.at, receipt.tokens))
         while self.tokens and self.tokens[0][0] < receipt.at - TOKEN_WINDOW_S:
             self.tokens.popleft()
@@ -153,7 +155,7 @@ class RunView:
         head.add_row(
             Text(f"step {self.done}/{self.steps}", style="bold"),
             ProgressBar(total=self.steps, completed=self.done, width=max(10, width // 3)),
-            Text(f"{duration(left)} left" if left is not None else self.phase),
+            Text(self.phase if left is None or self.done >= self.steps else f"{duration(left)} left"),
         )
         rows: list[Any] = [head, self._numbers(), self._reward_row(width), self._replica_table(now)]
         rows += [Text(event_line(event), overflow="ellipsis", no_wrap=True, style="dim") for event in self.events]

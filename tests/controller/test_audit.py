@@ -50,8 +50,9 @@ def test_a_lost_trained_receipt_leaves_its_update_short():
 def test_the_last_update_of_a_running_trainer_may_be_half_told():
     evidence = runs.sound()
     runs.without(evidence, "0-7", "trained")
-    evidence.state = "running"
-    assert audit(evidence).ok
+    for state in ("running", "failed:the trainer died"):
+        evidence.state = state
+        assert audit(evidence).ok
 
 
 def test_an_issue_number_given_twice():
@@ -85,6 +86,20 @@ def test_a_rollback_reopens_groups_and_the_same_group_may_train_again():
     evidence.receipts.append(Receipt("rollback", step=2))
     evidence.receipts += [runs.trained(f"0-{issue}", issue, issue // 2, [issue // 2 - 1] * 2) for issue in range(4, 8)]
     assert audit(evidence).ok
+
+
+def test_weights_of_an_undone_history_count_from_the_last_shared_step():
+    """Update 3 is done again after a rollback to step 1, with samples that the undone step 2 drew."""
+    evidence = runs.sound()
+    evidence.receipts.append(Receipt("rollback", step=1, detail={"version": 6}))
+    evidence.receipts += [
+        runs.trained(f"0-{issue}", issue, issue // 2, [max(issue // 2 - 1, 0)] * 2) for issue in (2, 3)
+    ]
+    for issue in range(4, 8):
+        evidence.receipts.append(runs.trained(f"0-{issue}", issue, issue // 2, [1, 1]))
+    found = faults(evidence)
+    assert found == {STALENESS: ["0-6", "0-6", "0-7", "0-7"]}, "step 2 of the old history is step 1 of this one"
+    assert audit(evidence).ages[2] == 4
 
 
 def test_a_receipt_told_again_changes_nothing():

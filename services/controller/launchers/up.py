@@ -80,6 +80,7 @@ async def _run(
         await session.start()
         greet(config, run, before.state, console)
         outcome = await session.wait()
+        session.view.phase = outcome.kind
         if outcome.kind == "failed" and outcome.code != BROKER_LOST:
             await run.set_state(f"failed:{outcome.why}")
         await drain(session, outcome, console)
