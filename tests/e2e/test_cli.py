@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -13,8 +14,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from services.controller.attach import attach
 from services.controller.cli import app
+from services.controller.launchers.broker import PrivateBroker, serving
+from services.controller.launchers.resume import settle
 from shared.broker import EmbeddedBroker, find_binary
+from shared.config import BrokerConfig, load
 from tests.shared.runs import until
 
 TASK = """
@@ -261,3 +266,21 @@ def test_audit_and_status_of_a_run_that_is_stopped(folder):
     assert code == 2
     assert "cli-test" in errors
     assert json.loads((folder / "work/broker.json").read_text())["port"] > 0
+
+
+async def test_a_command_that_is_ended_leaves_no_broker(folder):
+    """`watch` serves the store of a stopped run; SIGTERM takes that broker along."""
+    path = write(folder)
+    config = load(path)
+    (folder / "work/broker").mkdir(parents=True)
+    async with serving(config) as url:
+        async with attach(url, "cli-test", create=True) as run:
+            await settle(run, config)
+            await run.queue.ensure_streams(config)
+    command = [sys.executable, "-m", "services.controller.cli", "watch", path]
+    process = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parents[2])
+    broker = PrivateBroker(folder / "work", BrokerConfig())
+    await until(broker.found, "the command serves the store")
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), 30) == 130
+    assert not broker.running

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -67,6 +68,9 @@ def run_async(function: Callable[[], Awaitable[T]]) -> T:
     logging.basicConfig(level=os.environ.get("SLIPSTREAM_LOG", "ERROR"), format="%(levelname)s %(message)s")
 
     async def call() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # a broker that was started must be stopped
         return await function()
 
     try:
@@ -77,7 +81,7 @@ def run_async(function: Callable[[], Awaitable[T]]) -> T:
         raise fail(str(error), BROKER) from error
     except TransportError as error:
         raise fail(str(error), FAILED) from error
-    except (KeyboardInterrupt, BrokenPipeError) as error:
+    except (KeyboardInterrupt, asyncio.CancelledError, BrokenPipeError) as error:
         raise typer.Exit(STOPPED) from error
 
 
