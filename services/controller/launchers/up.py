@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -125,19 +126,21 @@ async def _report(run: Run, options: Options, config: RunConfig, console: Consol
     return outcome.code
 
 
-def summary(built: dict[str, object], outcome: Outcome, options: Options) -> list[str]:
+def summary(built: dict[str, Any], outcome: Outcome, options: Options) -> list[str]:
     """What a person wants to know at the end."""
-    evaluation = built["evaluation"]
-    assert isinstance(evaluation, dict)
-    lines = [
-        f"{outcome.kind} after {built['steps']} steps" + (f": {outcome.why}" if outcome.why else ""),
-        f"reward {built['reward_first']} -> {built['reward_last']} (mean of {built['reward_window']} steps each)",
-        f"evaluation {evaluation['before']} -> {evaluation['after']}",
-        f"oldest trained token {built['staleness_max']} steps, bound {built['staleness_bound']}",
-        f"issued {built['issued']} = trained {built['trained']} + dropped {built['dropped'] or 0} + pending {built['pending']}",
-    ]
+    lines = [f"{outcome.kind} after {built['steps']} steps" + (f": {outcome.why}" if outcome.why else "")]
+    if (window := built["reward_window"]) > 0:
+        lines.append(f"reward {built['reward_first']:.3f} -> {built['reward_last']:.3f} (means of {window} steps)")
+        lines.append(f"oldest trained token {built['staleness_max']} steps, bound {built['staleness_bound']}")
+    if (before := built["evaluation"]["before"]) is not None:
+        after = built["evaluation"]["after"]
+        lines.append(f"held-out reward {before:.3f}" + (f" -> {after:.3f}" if after is not None else ""))
+    dropped = " ".join(f"{reason} {count}" for reason, count in built["dropped"].items()) or 0
+    lines.append(
+        f"issued {built['issued']} = trained {built['trained']} + dropped {dropped} + pending {built['pending']}"
+    )
     if built["faults"]:
-        lines.append(f"the audit found {len(built['faults'])} faults: slipstream audit {options.run_file}")  # type: ignore[arg-type]
+        lines.append(f"the audit found {len(built['faults'])} faults: slipstream audit {options.run_file}")
     if outcome.kind == "stopped":
         lines.append("the same command goes on where it stopped")
     elif outcome.kind == "failed":
