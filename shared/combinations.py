@@ -67,11 +67,11 @@ def _advantages(run: RunConfig) -> Iterator[str]:
 
 def _corrections(options: PolicyOptions) -> Iterator[str]:
     correction = options.correction
-    masks = correction.mode != "none" or correction.geometric is not None or correction.outlier is not None
-    if masks and options.old_logprobs == "rollout":
+    # Weights of single tokens are merely without effect there, so the default correction may stand.
+    if (correction.geometric is not None or correction.outlier is not None) and options.old_logprobs == "rollout":
         yield (
-            "algorithm.correction: with old_logprobs 'rollout' the ratio itself holds all staleness and w is always 1; set "
-            "old_logprobs: trainer, or correction.mode: none without geometric and outlier"
+            "algorithm.correction: with old_logprobs 'rollout' the ratio itself holds all staleness and geometric and outlier "
+            "would never leave out anything; set old_logprobs: trainer, or remove them"
         )
     if correction.low > min(correction.high, 1.0) or correction.high < 1.0:
         yield (

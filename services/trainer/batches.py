@@ -65,7 +65,7 @@ class PackedBatch:
     targets_N: np.ndarray
     """Ids of the trained tokens."""
     mask_N: np.ndarray
-    """Bool: the engine's log-probability is finite."""
+    """Bool: the engine's log-probability and the columns that belong to the token are finite."""
     rollout_logprobs_N: np.ndarray
     """Zero where the mask is unset."""
     advantages_N: np.ndarray
@@ -82,7 +82,7 @@ class PackedBatch:
 
     @property
     def nonfinite(self) -> int:
-        """Tokens left out because the engine gave no finite log-probability."""
+        """Tokens left out because the engine, or a stage that added a column, gave no finite number."""
         return int(len(self.mask_N) - self.mask_N.sum())
 
 
@@ -99,16 +99,17 @@ class Packer:
         """Samples not yet given out."""
         return len(self._open)
 
-    def add(self, sample: TrainSample) -> list[PackedBatch]:
-        """Take a sample; the micro-batches that are full now (none or one)."""
-        length = len(sample.ids)
+    def add(self, *samples: TrainSample) -> list[PackedBatch]:
+        """Take a sample, or several that must stay together (a preference pair); the micro-batches that are full now."""
+        length = sum(len(sample.ids) for sample in samples)
         if length > self.token_budget:
+            what = "a sequence" if len(samples) == 1 else f"{len(samples)} sequences that belong together"
             raise SampleTooLong(
-                f"group {sample.group_id}: a sequence of {length} tokens exceeds trainer.micro_batch_tokens "
+                f"group {samples[0].group_id}: {what} of {length} tokens exceeds trainer.micro_batch_tokens "
                 f"({self.token_budget}); raise it, or lower sampling.max_new_tokens or max_prompt_tokens"
             )
         full = self.flush() if self._tokens + length > self.token_budget else []
-        self._open.append(sample)
+        self._open.extend(samples)
         self._tokens += length
         return full
 
@@ -145,7 +146,13 @@ def assemble(samples: list[TrainSample]) -> PackedBatch:
         ]
     )
     logprobs_N = column((sample.logprobs for sample in samples), np.float32)
+    extras = {
+        name: column((sample.extras[name] for sample in samples), samples[0].extras[name].dtype)
+        for name in samples[0].extras
+    }
     mask_N = np.isfinite(logprobs_N)
+    for values in extras.values():
+        mask_N &= np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
     return PackedBatch(
         ids_T=np.concatenate([sample.ids for sample in samples]).astype(np.int64, copy=False),
         positions_T=np.concatenate([np.arange(length) for length in lengths_S]),
@@ -156,10 +163,7 @@ def assemble(samples: list[TrainSample]) -> PackedBatch:
         rollout_logprobs_N=np.where(mask_N, logprobs_N, np.float32(0.0)),
         advantages_N=column((_advantages(sample) for sample in samples), np.float32),
         sequence_N=np.repeat(np.arange(len(samples)), counts_S),
-        extras={
-            name: column((sample.extras[name] for sample in samples), samples[0].extras[name].dtype)
-            for name in samples[0].extras
-        },
+        extras=extras,
         group_ids=tuple(sample.group_id for sample in samples),
     )
 
