@@ -37,6 +37,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 PACE_STEPS = 20
 """Updates whose mean pace gives the time left."""
 TOKEN_WINDOW_S = 20.0
+LEAST_WINDOW_S = 1.0
 EVENTS_SHOWN = 6
 QUEUES_SHOWN = ("prompts", "rewards", "advantages")
 TRAINER_VALUES = ("loss", "grad_norm", "lr")
@@ -104,11 +105,12 @@ class RunView:
             self.phase = "training"
             self._lines.append((receipt.at, self._line(receipt.step)))
 
-    def tokens_per_second(self) -> float:
-        """Trained completion tokens over the last seconds."""
-        if len(self.tokens) < 2:
-            return 0.0
-        return sum(count for _, count in self.tokens) / max(self.tokens[-1][0] - self.tokens[0][0], 1e-3)
+    def tokens_per_second(self) -> float | None:
+        """Trained completion tokens over the last seconds; None while that is too short a time to tell."""
+        elapsed = self.tokens[-1][0] - self.tokens[0][0] if self.tokens else 0.0
+        if elapsed < LEAST_WINDOW_S:
+            return None
+        return sum(count for at, count in self.tokens if at > self.tokens[0][0]) / elapsed
 
     def seconds_left(self) -> float | None:
         """At the pace of the last updates; None while there is none."""
@@ -140,7 +142,7 @@ class RunView:
             f"step {step + 1}/{self.steps}",
             f"reward {fmean(rewards):.3f}" if rewards else "reward none",
             f"age {max(ages, default=0)}/{self.bound}",
-            f"{self.tokens_per_second():.0f} tokens/s",
+            self._speed(),
             f"in flight {self.ledger.pending}",
         ]
         if dropped := self.ledger.dropped.total():
@@ -148,6 +150,10 @@ class RunView:
         if left is not None:
             parts.append(f"{duration(left)} left")
         return "  ".join(parts)
+
+    def _speed(self) -> str:
+        rate = self.tokens_per_second()
+        return "- tokens/s" if rate is None else f"{rate:.0f} tokens/s"
 
     def render(self, now: float, width: int = 100) -> Panel:
         left = self.seconds_left()
@@ -171,7 +177,7 @@ class RunView:
         spread = " ".join(f"{age}:{count}" for age, count in sorted(ages.items())) or "-"
         parts = [
             f"age of samples {spread} (bound {self.bound})",
-            f"{self.tokens_per_second():.0f} tokens/s",
+            self._speed(),
             f"in flight {self.ledger.pending}",
             "queues " + " ".join(f"{name} {self.depths.get(name, 0)}" for name in QUEUES_SHOWN),
         ]

@@ -70,7 +70,9 @@ def run_async(function: Callable[[], Awaitable[T]]) -> T:
     async def call() -> T:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # a broker that was started must be stopped
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGTERM, task.cancel
+        )  # a broker that was started must be stopped
         return await function()
 
     try:

@@ -36,10 +36,13 @@ def up(
 
     Exit codes: 0 finished, 1 failed or the audit found a fault, 2 config, 3 broker, 130 stopped.
     """
+    import sys
+
     from rich.console import Console
 
     from services.controller.launchers.up import Options
     from services.controller.launchers.up import up as run_up
 
     options = Options(run_file, sets or [], report, nats, keep_broker)
-    raise typer.Exit(run_async(lambda: run_up(options, Console())))
+    console = Console(soft_wrap=not sys.stdout.isatty())  # a log file has no width
+    raise typer.Exit(run_async(lambda: run_up(options, console)))
