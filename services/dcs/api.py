@@ -193,9 +193,9 @@ def _member_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return _member_answer(coordinator.state, member.replica, member.world_size)
 
     @app.delete("/members/{replica}")
-    async def leave(replica: str, incarnation: str) -> LeaveAnswer:
-        """Out of the group, from the next version on."""
-        return LeaveAnswer(awaited=await coordinator.leave(replica, incarnation))
+    async def leave(replica: str, incarnation: str, gone: bool = False) -> LeaveAnswer:
+        """Out of the group, from the next version on; `gone`: a broadcast on its way need not wait for it either."""
+        return LeaveAnswer(awaited=await coordinator.leave(replica, incarnation, gone))
 
 
 def _file(root: Path, version: int, name: str) -> FileResponse:

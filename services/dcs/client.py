@@ -95,9 +95,9 @@ class DcsClient:
         body = {"replica": replica, "incarnation": incarnation, "world_size": world_size}
         await self._json("POST", "/members", body)
 
-    async def leave(self, replica: str, *, incarnation: str) -> int:
+    async def leave(self, replica: str, *, incarnation: str, gone: bool) -> int:
         """Returns the version whose broadcast still counts on this member, 0 if none does."""
-        answer = await self._json("DELETE", f"/members/{replica}?incarnation={incarnation}")
+        answer = await self._json("DELETE", f"/members/{replica}?incarnation={incarnation}&gone={str(gone).lower()}")
         return int(answer["awaited"])
 
     async def manifest(self, version: int) -> Manifest:
@@ -202,7 +202,7 @@ async def _refuse(call: str, response: aiohttp.ClientResponse) -> None:
     text = (await response.text())[:2000]
     if response.status >= 500:
         raise DcsUnavailable(f"{call}: HTTP {response.status}: {text}")
-    raise Refused(response.status, f"{call}: {text}")
+    raise Refused(response.status, f"{call}: HTTP {response.status}: {text}")
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -183,8 +183,8 @@ class Coordinator:
             await self._events.publish("member_joined", f"{replica} takes part in broadcasts", replica=replica)
         return member
 
-    async def leave(self, replica: str, incarnation: str) -> int:
-        return await self.change(lambda rules: rules.leave(replica, incarnation))
+    async def leave(self, replica: str, incarnation: str, gone: bool) -> int:
+        return await self.change(lambda rules: rules.leave(replica, incarnation, gone=gone))
 
     def announced(self) -> list[Version]:
         """The newest first."""

@@ -233,12 +233,15 @@ class Versions:
         self.state.members = [*self.state.members, member]
         return member
 
-    def leave(self, replica: str, incarnation: str) -> int:
+    def leave(self, replica: str, incarnation: str, *, gone: bool = False) -> int:
         """Out of the group from the next version on. Returns the version that still waits for it, 0 if none does.
 
         A process group cannot lose a member half way, so whoever leaves in the middle of a broadcast should finish that one.
+        `gone`: its engine is no more, so nobody is to wait for it.
         """
         leaving = [m for m in self.state.members if (m.replica, m.incarnation) == (replica, incarnation)]
+        if gone:
+            self._put_out(leaving)
         self.state.members = [member for member in self.state.members if member not in leaving]
         waiting = [
             known.version

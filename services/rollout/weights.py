@@ -142,14 +142,13 @@ class WeightReceiver:
         return True
 
     async def leave(self) -> None:
-        """Out of the group. While `run` goes on, a broadcast that still counts on this member is finished first."""
+        """Out of the group. While `run` goes on, a broadcast that still counts on this engine is finished first."""
         if self._leaving:
             return
         self._leaving = True
         try:
-            awaited = await asyncio.wait_for(
-                self._dcs.leave(self._ctx.replica, incarnation=self._incarnation), LEAVE_DEADLINE_S
-            )
+            leaving = self._dcs.leave(self._ctx.replica, incarnation=self._incarnation, gone=not self._following)
+            awaited = await asyncio.wait_for(leaving, LEAVE_DEADLINE_S)
             if self._following and awaited > self.version:
                 async with self._changed:
                     await asyncio.wait_for(

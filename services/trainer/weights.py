@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from services.dcs import collective
+from services.dcs import collective, snapshots
 from services.dcs.client import DcsClient, DcsUnavailable, Refused, persist
 from services.dcs.collective import CollectiveError
 from services.dcs.snapshots import Manifest
@@ -39,6 +39,8 @@ T = TypeVar("T")
 STOP_GRACE_S = 3.0
 """How long a DCS that is away is still waited for once this service is to stop."""
 SETTLE_MARGIN_S = 10.0
+JOIN_S = 20.0
+"""Members that live join within moments; the rest of the deadline is for sending."""
 POLL_S = 5.0
 UPLOAD_FIRST = 412
 
@@ -55,11 +57,11 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The process group of an epoch."""
+    """The process group of an epoch, and the store over which it met."""
 
     epoch: int
     group: dist.ProcessGroup
-    store: dist.TCPStore
+    store: dist.TCPStore | None
 
 
 class WeightPublisher:
@@ -75,6 +77,8 @@ class WeightPublisher:
         # Every call of torch.distributed is made in this one thread: building groups is not thread-safe.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         self._joined: Joined | None = None
+        self._spare: dist.TCPStore | None = None
+        """Where the next group will meet."""
         self._delivery: asyncio.Task[None] | None = None
         self._stop_seen = 0.0
 
@@ -133,11 +137,11 @@ class WeightPublisher:
     async def _send(self, publication: Publication) -> None:
         with _timed(publication, "snapshot_s"):
             manifest = await asyncio.to_thread(self._write, publication)
-        store = await self._in_thread(lambda: collective.host_store(self._options.timeout_s))
-        group = await self._announce(publication, manifest, store)
+        await self._in_thread(self._meet)
+        group = await self._announce(publication, manifest)
         error = ""
         if group is not None:
-            error = await self._in_thread(lambda: self._broadcast(publication, group, store))
+            error = await self._in_thread(lambda: self._broadcast(publication, group))
         with _timed(publication, "settle_s"):
             await self._ask(
                 lambda: self._dcs.result(
@@ -161,18 +165,17 @@ class WeightPublisher:
             owner=self._incarnation,
         )
 
-    async def _announce(
-        self, publication: Publication, manifest: Manifest, store: dist.TCPStore
-    ) -> dict[str, Any] | None:
+    async def _announce(self, publication: Publication, manifest: Manifest) -> dict[str, Any] | None:
         """Returns the group to send to."""
 
         async def tell() -> dict[str, Any]:
+            assert self._spare is not None
             return await self._dcs.announce(
                 publication.version,
                 publisher=self._incarnation,
                 epoch=self._joined.epoch if self._joined else 0,
                 host=_own_address(await self._dcs.host()),
-                port=store.port,
+                port=self._spare.port,
             )
 
         async def tell_with_files() -> dict[str, Any]:
@@ -181,7 +184,7 @@ class WeightPublisher:
             except Refused as refused:
                 if refused.status != UPLOAD_FIRST:
                     raise
-            await self._dcs.upload(publication.version, self._root / f"v{publication.version}", manifest)
+            await self._dcs.upload(publication.version, snapshots.folder(self._root, publication.version), manifest)
             return await tell()
 
         return (await self._ask(tell_with_files))["group"]
@@ -198,37 +201,39 @@ class WeightPublisher:
 
     # -- in the broadcast thread --------------------------------------------------------------------------------------
 
-    def _broadcast(self, publication: Publication, group: dict[str, Any], store: dist.TCPStore) -> str:
+    def _broadcast(self, publication: Publication, group: dict[str, Any]) -> str:
         """Send all buckets. Returns why it failed, '' if it did not."""
+        failure = ""
         deadline = time.monotonic() + group["timeout_s"]
         try:
             with _timed(publication, "join_s"):
-                process_group = self._join(group, store, deadline)
+                process_group = self._join(group, deadline)
             with _timed(publication, "broadcast_s"):
                 for bucket in publication.copy.buckets:
                     data = bucket.data.cuda() if group["backend"] == "nccl" else bucket.data
                     collective.broadcast(process_group, data, deadline)
         except CollectiveError as error:
+            failure = str(error)
+        # Only now that the error and its frames are gone does leaving close the sockets, on which the living members wait.
+        if failure:
             self._leave()
-            return str(error)
-        return ""
+        return failure
 
-    def _join(self, group: dict[str, Any], store: dist.TCPStore, deadline: float) -> dist.ProcessGroup:
-        if self._joined is not None and self._joined.epoch == group["epoch"]:
-            return self._joined.group
-        self._leave()
-        joined = collective.join(
-            group["host"],
-            group["port"],
-            group["world_size"],
-            0,
-            group["name"],
-            group["backend"],
-            max(0.1, deadline - time.monotonic()),
-            store,
-        )
-        self._joined = Joined(group["epoch"], joined, store)
-        return joined
+    def _meet(self) -> None:
+        """Have a store ready, should the DCS want a new group."""
+        if self._spare is None:
+            self._spare = collective.host_store(self._options.timeout_s)
+
+    def _join(self, group: dict[str, Any], deadline: float) -> dist.ProcessGroup:
+        if self._joined is None or self._joined.epoch != group["epoch"]:
+            store, self._spare = self._spare, None
+            self._leave()
+            limit = max(0.1, min(JOIN_S, deadline - time.monotonic()))
+            joined = collective.join(
+                group["host"], group["port"], group["world_size"], 0, group["name"], group["backend"], limit, store
+            )
+            self._joined = Joined(group["epoch"], joined, store)
+        return self._joined.group
 
     def _leave(self) -> None:
         joined, self._joined = self._joined, None

@@ -103,7 +103,7 @@ def test_everyone_gets_what_is_sent_and_leaves(members: Members) -> None:
         assert process.exitcode == 0
 
 
-def test_a_killed_member_ends_the_broadcast_for_all_at_once(members: Members) -> None:
+def test_a_killed_member_ends_the_broadcast_for_all(members: Members) -> None:
     members.join()
     members.send(1)
     started = time.monotonic()

@@ -228,6 +228,14 @@ def test_who_leaves_in_a_broadcast_is_told_to_finish_it() -> None:
     assert [member.replica for member in v.get(version).awaited()] == ["a", "b"]
 
 
+def test_nobody_waits_for_a_member_whose_engine_is_gone() -> None:
+    v = with_members("a", "b")
+    version = allocate(v).version
+    announce(v, version)
+    assert v.leave("a", "a1", gone=True) == 0
+    assert (v.get(version).dropped, [m.replica for m in v.get(version).awaited()]) == (["a"], ["b"])
+
+
 def test_a_replaced_publisher_is_refused() -> None:
     v = with_members("a")
     version = allocate(v, 4, publisher="old").version
@@ -362,9 +370,9 @@ class Story(RuleBasedStateMachine):
         self.v.join(replica, incarnation=incarnation, world_size=size, now=self.now)
         assert [m.replica for m in self.v.state.members].count(replica) == 1
 
-    @rule(replica=st.sampled_from(REPLICAS), incarnation=st.sampled_from("12"))
-    def leave(self, replica: str, incarnation: str) -> None:
-        self.v.leave(replica, incarnation)
+    @rule(replica=st.sampled_from(REPLICAS), incarnation=st.sampled_from("12"), gone=st.booleans())
+    def leave(self, replica: str, incarnation: str, gone: bool) -> None:
+        self.v.leave(replica, incarnation, gone=gone)
         assert (replica, incarnation) not in [(m.replica, m.incarnation) for m in self.v.state.members]
 
     @rule(seconds=st.sampled_from([0.1, 6.0, 61.0]), alive=st.sets(st.sampled_from(REPLICAS)) | st.none())

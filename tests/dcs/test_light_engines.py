@@ -1,0 +1,89 @@
+"""The real thing: light engines as processes, sampling while new weights of a real model reach them; one is killed in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from transformers import Qwen3ForCausalLM
+
+from services.rollout.engines.client import EngineClient, EngineDead
+from services.rollout.engines.process import EngineProcess
+from services.rollout.weights import WeightReceiver
+from tests.dcs.conftest import Replica, World, _beat
+from tests.rollout import tiny
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def replica(world: World, name: str) -> tuple[Replica, EngineProcess]:
+    """As services/rollout/main.py does it."""
+    ctx = await world.context("rollout", name)
+    receiver = WeightReceiver(ctx, world.folder / "cache" / name)
+    await ctx.beat("starting")
+    start = await receiver.bootstrap()
+    assert start is not None
+    process = await EngineProcess.start_for(ctx.config, start.folder)
+    world.stack.push_async_callback(process.stop)
+    engine = await world.stack.enter_async_context(EngineClient(process.url))
+    await receiver.attach(engine, start)
+    made = Replica(ctx, receiver, engine, start)
+    made.tasks = [asyncio.create_task(receiver.run()), asyncio.create_task(_beat(ctx))]
+    world.stack.push_async_callback(made.stop)
+    return made, process
+
+
+async def sample(engine: EngineClient, count: int) -> dict[str, Any]:
+    parameters = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": parameters, "return_logprob": True}
+    return (await engine.generate(body, timeout_s=60))[0]
+
+
+async def tokens_of(engine: EngineClient, count: int = 12) -> list[int]:
+    return (await sample(engine, count))["output_ids"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Qwen3ForCausalLM]]:
+    folders = [tmp_path_factory.mktemp(f"model{seed}") for seed in range(3)]
+    return [(folder, tiny.build(folder, seed=seed)) for seed, folder in enumerate(folders)]
+
+
+async def test_weights_reach_sampling_engines(make_world: Any, models: list[tuple[Path, Qwen3ForCausalLM]]) -> None:
+    world: World = await make_world(dcs={"timeout_s": 30.0}, rollout={"device": "cpu"})
+    shutil.copytree(models[0][0], world.model_dir, dirs_exist_ok=True)
+    await world.start_dcs()
+    publisher = await world.publisher()
+
+    async def publish(step: int) -> int:
+        tensors = load_file(models[step][0] / "model.safetensors")
+        return await publisher.publish(step, tensors.items(), "update")
+
+    await publish(0)
+    (a, _), (b, victim) = await asyncio.gather(replica(world, "rollout-a"), replica(world, "rollout-b"))
+    assert await tokens_of(a.engine) == tiny.greedy(models[0][1], PROMPT, 12)
+
+    running = asyncio.create_task(sample(a.engine, 3000))
+    second = await publish(1)
+    await publisher.settled()
+    await asyncio.gather(a.holds(second), b.holds(second))
+    spans = (await running)["meta_info"]["weight_versions"]
+    assert [int(span["version"]) for span in spans] == [1, 2]
+    for held in (a, b):
+        assert await tokens_of(held.engine) == tiny.greedy(models[1][1], PROMPT, 12)
+    assert {r.how for r in await world.received(second)} == {"broadcast"}
+
+    os.kill(victim.pid, signal.SIGKILL)
+    third = await publish(2)
+    with pytest.raises(EngineDead):
+        await b.tasks[0]
+    await publisher.settled()
+    await a.holds(third)
+    assert await tokens_of(a.engine) == tiny.greedy(models[2][1], PROMPT, 12)
+    assert [member["replica"] for member in await world.dcs.members()] == ["rollout-a"]

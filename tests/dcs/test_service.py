@@ -1,0 +1,216 @@
+"""The DCS as a service: killed between any two steps, asked twice, asked wrongly, and without a shared disk."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from services.dcs import snapshots
+from services.dcs.client import DcsUnavailable, Refused
+from services.dcs.coordinator import Coordinator, SnapshotMissing
+from services.dcs.main import main as dcs_main
+from services.dcs.snapshots import Manifest
+from services.dcs.versions import STATE_KEY, State
+from services.trainer.weight_copy import Copier, write_snapshot
+from shared.errors import AlreadyActive, Conflict
+from shared.records import Received
+from tests.dcs.conftest import World, weights
+from tests.shared.runs import until
+
+MiB = 1 << 20
+
+
+async def coordinator(world: World) -> Coordinator:
+    """A DCS without its HTTP side. Dropping it is killing it: nothing in it runs by itself."""
+    ctx = await world.context("dcs", "dcs-0")
+    made = Coordinator(ctx.config, ctx.queue, ctx.kv, ctx.registry, ctx.events, "http://127.0.0.1:1")
+    await made.restore()
+    return made
+
+
+def snapshot(world: World, version: int, step: int) -> Manifest:
+    copy = Copier(MiB).copy(weights(float(step)).items())
+    root = world.config.work_path / "snapshots"
+    return write_snapshot(copy, root, world.model_dir, version=version, step=step, owner="test")
+
+
+def digest_of(step: int) -> str:
+    return Copier(MiB).copy(weights(float(step)).items()).digest
+
+
+async def allocate(dcs: Coordinator, step: int, publisher: str = "p") -> int:
+    return (await dcs.allocate(step, digest_of(step), "update", publisher)).version
+
+
+async def test_killed_between_any_two_steps_it_carries_on(make_world: object) -> None:
+    world: World = await make_world()  # type: ignore[operator]
+    dcs = await coordinator(world)
+    await dcs.join("rollout-a", "a1", 1)
+    dcs = await coordinator(world)
+    version = await allocate(dcs, 1)
+    dcs = await coordinator(world)
+    assert await allocate(dcs, 1) == version
+    snapshot(world, version, 1)
+    dcs = await coordinator(world)
+    group = (await dcs.announce(version, "p", 0, "127.0.0.1", 7001)).group
+    dcs = await coordinator(world)
+    assert (await dcs.announce(version, "p", 0, "127.0.0.1", 7999)).group == group  # asked again: the first answer
+    dcs = await coordinator(world)
+    await dcs.finish(version, "p", True, "", {})
+    dcs = await coordinator(world)
+    record = Received("rollout-a", version, 1, digest_of(1), "broadcast", {}, True, "", 0.0)
+    await world.ctx.queue.publish(world.ctx.subjects.received, record)
+    folding = asyncio.create_task(dcs.fold_received())
+    await until(lambda: dcs.state.held == {"rollout-a": version}, "the answer is folded")
+    folding.cancel()
+    dcs = await coordinator(world)
+    assert dcs.state.versions[-1].phase == "settled"
+    assert await allocate(dcs, 2) == version + 1
+    assert [told.version for told in await world.announced()] == [version]
+
+
+async def test_an_announcement_that_was_stored_is_told_by_the_next_process(make_world: object) -> None:
+    world: World = await make_world()  # type: ignore[operator]
+    dcs = await coordinator(world)
+    version = await allocate(dcs, 1)
+    manifest = snapshot(world, version, 1)
+
+    async def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    dcs._publish = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+    assert await world.announced() == []
+    await coordinator(world)
+    (told,) = await world.announced()
+    assert (told.version, told.step, told.digest) == (version, 1, manifest.digest)
+    assert told.checksums == [spec.sha256 for spec in manifest.tensors]
+
+
+async def test_numbers_are_not_used_again_even_if_the_bucket_is_lost(make_world: object) -> None:
+    world: World = await make_world()  # type: ignore[operator]
+    dcs = await coordinator(world)
+    for step in (1, 2):
+        version = await allocate(dcs, step)
+        snapshot(world, version, step)
+        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+    await world.ctx.kv.delete(STATE_KEY)
+    assert await allocate(await coordinator(world), 3) == 3
+
+
+async def test_two_processes_never_hand_out_one_number(make_world: object) -> None:
+    world: World = await make_world()  # type: ignore[operator]
+    one, two = await coordinator(world), await coordinator(world)
+    assert await allocate(one, 1) == 1
+    with pytest.raises(Conflict):
+        await allocate(two, 2)
+    assert await allocate(two, 2) == 2
+    with pytest.raises(Conflict):
+        await allocate(one, 3)
+
+
+async def test_without_a_snapshot_nothing_is_announced(make_world: object) -> None:
+    world: World = await make_world()  # type: ignore[operator]
+    dcs = await coordinator(world)
+    version = await allocate(dcs, 1)
+    with pytest.raises(SnapshotMissing, match="upload its files first"):
+        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+    snapshot(world, version, 2)  # of other weights
+    with pytest.raises(SnapshotMissing):
+        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+
+
+async def test_old_snapshots_go_and_the_newest_stay(world: World) -> None:
+    publisher = await world.publisher()
+    for step in range(5):
+        await world.publish(publisher, step)
+    await publisher.settled()
+    root = world.config.work_path / "snapshots"
+    assert snapshots.versions(root) == [3, 4, 5]
+    with pytest.raises(Refused, match="HTTP 404"):
+        await world.dcs.manifest(1)
+    assert (await world.dcs.latest())["version"] == 5
+
+
+async def test_a_publisher_without_the_dcs_disk_uploads(world: World) -> None:
+    publisher = await world.publisher()
+    publisher._root = world.folder / "elsewhere"
+    version = await world.publish(publisher, 1)
+    await publisher.settled()
+    folder, manifest = await snapshots.pull(world.dcs, version, world.folder / "cache")
+    assert snapshots.problems(folder, manifest) == []
+    assert (folder / "tokenizer.json").read_text() == '{"tokenizer": 1}'
+
+
+async def test_one_dcs_is_active(world: World) -> None:
+    with pytest.raises(AlreadyActive, match="dcs-0"):
+        await dcs_main(await world.context("dcs", "dcs-1"))
+
+
+async def test_refusals_tell_what_is_wrong(world: World) -> None:
+    with pytest.raises(Refused, match="no version has been announced yet") as refused:
+        await world.dcs.latest()
+    assert refused.value.status == 404
+    with pytest.raises(Refused, match="version 9 is not known: 0 was handed out last"):
+        await world.dcs.announce(9, publisher="p", epoch=0, host="h", port=1)
+    with pytest.raises(Refused, match="string_pattern_mismatch") as refused:
+        await world.dcs.allocate(publisher="p", step=0, digest="no digest", reason="")
+    assert refused.value.status == 422
+
+
+@pytest.mark.parametrize("path", ["..%2F..%2Fsecret", ".hidden", "%2Fetc%2Fpasswd", "nothing.txt"])
+async def test_only_files_of_snapshots_are_served(world: World, path: str) -> None:
+    publisher = await world.publisher()
+    version = await world.publish(publisher, 0)
+    await publisher.settled()
+    (world.config.work_path / "secret").write_text("secret")
+    url = State.load((await world.ctx.kv.get(STATE_KEY))[0]).url  # type: ignore[index]
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/versions/{version}/files/{path}") as response:
+            assert response.status == 404
+        async with session.put(f"{url}/versions/{version}/files/.evil", data=b"x") as response:
+            assert response.status == 409
+        async with session.get(f"{url}/openapi.json") as response:
+            assert "/versions/{version}/announce" in (await response.json())["paths"]
+
+
+async def test_a_download_goes_on_where_it_was(world: World, tmp_path: Path) -> None:
+    publisher = await world.publisher()
+    version = await world.publish(publisher, 0)
+    await publisher.settled()
+    entry = next(e for e in (await world.dcs.manifest(version)).files if e.name == "model.safetensors")
+    whole = (world.config.work_path / "snapshots" / f"v{version}" / entry.name).read_bytes()
+    part = tmp_path / "part"
+    part.write_bytes(whole[:1000])
+    await world.dcs.download(version, entry.name, part, entry.size)
+    assert part.read_bytes() == whole
+
+
+async def test_versions_go_on_while_the_dcs_is_killed_again_and_again(make_world: object) -> None:
+    world: World = await make_world(dcs={"timeout_s": 8.0})  # type: ignore[operator]
+    process = await world.dcs_process()
+    await world.dcs_answers()
+    publisher = await world.publisher()
+    await world.publish(publisher, 0)
+    replica = await world.replica("rollout-a")
+    versions = []
+    for step in range(1, 5):
+        await asyncio.sleep(0.03 * step)  # somewhere else in the life of a version each time
+        process.kill()
+        await process.wait()
+        with pytest.raises(DcsUnavailable):
+            await world.dcs.members()
+        publishing = asyncio.create_task(world.publish(publisher, step))
+        process = await world.dcs_process()
+        versions.append(await publishing)
+    await publisher.settled()
+    await replica.holds(versions[-1])
+    assert versions == sorted(set(versions))
+    assert await replica.engine.value() == 4.0
+    told = [announcement.version for announcement in await world.announced()]
+    assert told == sorted(set(told))
+    assert (await world.dcs.version(versions[-1]))["phase"] == "settled"
