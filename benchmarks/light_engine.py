@@ -1,6 +1,6 @@
 """Tokens per CPU second of the light engine through HTTP, beside `transformers` generate on the same checkpoint.
 
-    python -m benchmarks.light_engine [--rounds 3] [--vocab 512]
+    python -m benchmarks.light_engine [--rounds 5] [--vocab 512]
 
 tokens per CPU second at 1, 32 and 128 concurrent requests through HTTP, beside `transformers` generate on the same checkpoint
 (same batch sizes). Aim: at least 1.5x at 32. The model is a random Qwen3 of 2 layers and hidden size 128; each request has 16
@@ -29,7 +29,8 @@ import psutil
 from services.rollout.engines.client import EngineClient
 from services.rollout.engines.process import EngineProcess
 
-SIZES = (1, 32, 128)
+REPEATS = {1: 8, 32: 4, 128: 2}
+"""Concurrent requests, and how often each is asked in one round: CPU time is counted in hundredths of a second."""
 PROMPT, NEW = 16, 64
 AIM = 1.5
 
@@ -60,27 +61,21 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
 
 
 def baseline(pipe: Connection, folder: str, vocab: int) -> None:
-    """A process that answers a batch size with (tokens, CPU seconds, seconds) of one `generate`."""
+    """A process that answers (batch size, repeats) with (tokens, CPU seconds, seconds) of that many `generate`."""
     import torch
     from transformers import Qwen3ForCausalLM
 
     torch.set_num_threads(1)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    while (size := pipe.recv()) is not None:
+    while (asked := pipe.recv()) is not None:
+        size, repeats = asked
         ids = torch.tensor(prompts(size, vocab))
-        wall, cpu = time.perf_counter(), time.process_time()
+        settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": True, "top_k": 0, "temperature": 1.0}
+        tokens, wall, cpu = 0, time.perf_counter(), time.process_time()
         with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NEW,
-                min_new_tokens=NEW,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-            )
-        tokens = out.shape[0] * (out.shape[1] - PROMPT)
+            for _ in range(repeats):
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+                tokens += size * (out.shape[1] - PROMPT)
         pipe.send((tokens, time.process_time() - cpu, time.perf_counter() - wall))
 
 
@@ -92,7 +87,7 @@ def cpu_seconds(pid: int) -> float:
 async def through_http(
     engine: EngineClient, pid: int, size: int, vocab: int, repeats: int
 ) -> tuple[int, float, float, float]:
-    """(tokens, CPU seconds of the engine, seconds, CPU seconds of this client) of `size` clients that each ask `repeats` times."""
+    """`size` clients that each ask `repeats` times: (tokens, CPU seconds of the engine, seconds, CPU seconds of the client)."""
     sampling = {"temperature": 1.0, "max_new_tokens": NEW, "ignore_eos": True}
 
     async def client(prompt: list[int]) -> int:
@@ -116,13 +111,13 @@ async def measure(folder: Path, vocab: int, rounds: int) -> dict[str, Any]:
     results: dict[str, Any] = {"load_at_start": round(os.getloadavg()[0], 1)}
     try:
         async with EngineClient(engine.url) as client:
-            for size in SIZES:
-                repeats = 8 if size == 1 else 3  # psutil counts CPU time in hundredths of a second
+            for size in REPEATS:
+                repeats = REPEATS[size]
                 ours: list[tuple[int, float, float, float]] = []
                 theirs: list[tuple[int, float, float]] = []
                 for _ in range(rounds + 1):  # the first round warms both up
                     ours.append(await through_http(client, engine.pid, size, vocab, repeats))
-                    pipe.send(size)
+                    pipe.send((size, repeats))
                     theirs.append(await asyncio.to_thread(pipe.recv))
                 results |= summary(size, ours[1:], theirs[1:])
         pipe.send(None)
@@ -157,7 +152,7 @@ def summary(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vocab", type=int, default=512)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

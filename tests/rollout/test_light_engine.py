@@ -16,6 +16,11 @@ def ids(answers: list[dict[str, Any]]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
+def samples(answers: list[dict[str, Any]]) -> list[list[list[Any]]]:
+    """Tokens with their log-probabilities, to the last bit."""
+    return [answer["meta_info"]["output_token_logprobs"] for answer in answers]
+
+
 async def test_greedy_tokens_equal_transformers(light, model) -> None:
     answers = await light.sample(PROMPTS, temperature=0, max_new_tokens=24)
     assert ids(answers) == [tiny.greedy(model.reference, prompt, 24) for prompt in PROMPTS]
@@ -30,7 +35,7 @@ async def test_logprobs_equal_teacher_forced_ones(light, model, temperature: flo
 
 
 async def test_seeded_samples_do_not_depend_on_the_batch(light, serve, model) -> None:
-    """The same requests alone, all at once, staggered among strangers, and in an engine that runs two at a time."""
+    """Bit for bit the same alone, all at once, staggered among strangers, and in an engine that runs two at a time."""
     settings = {"n": 2, "sampling_seed": 11, "max_new_tokens": 30}
     alone = [await light.sample(prompt, **settings) for prompt in PROMPTS]
     assert alone[0][0]["output_ids"] != alone[0][1]["output_ids"]
@@ -47,10 +52,10 @@ async def test_seeded_samples_do_not_depend_on_the_batch(light, serve, model) ->
     mixed = await asyncio.gather(*[among_strangers(index) for index in range(len(PROMPTS))])
     narrow = await serve(model.folder, "--max-running-requests", "2", "--max-prefill-tokens", "16")
     squeezed = await asyncio.gather(*[narrow.sample(prompt, **settings) for prompt in PROMPTS])
-    expected = [ids(answers) for answers in alone]
-    assert [ids(batched[2 * i : 2 * i + 2]) for i in range(len(PROMPTS))] == expected
-    assert [ids(answers) for answers in mixed] == expected
-    assert [ids(answers) for answers in squeezed] == expected
+    expected = [samples(answers) for answers in alone]
+    assert [samples(batched[2 * i : 2 * i + 2]) for i in range(len(PROMPTS))] == expected
+    assert [samples(answers) for answers in mixed] == expected
+    assert [samples(answers) for answers in squeezed] == expected
 
 
 async def test_unseeded_samples_differ(light) -> None:

@@ -34,16 +34,14 @@ def test_a_plan_never_exceeds_rows_or_capacity_and_never_starves(running, length
 
 def test_a_new_layout_keeps_what_the_used_rows_hold() -> None:
     cache = KVCache(CONFIG, 8 * ROW_UNIT, torch.device("cpu"), torch.float32)
-    for index in range(CONFIG.layers):
-        for part, buffer in enumerate(cache.layer(index)):
-            buffer.copy_(torch.rand(buffer.shape) + part)
-    before = [[buffer[:3, :, :40].clone() for buffer in cache.layer(index)] for index in range(CONFIG.layers)]
+    for layer in cache.layers:
+        layer.copy_(torch.rand(layer.shape))
+    before = [layer[:3, :, :40].clone() for layer in cache.layers]
     for length in (2 * ROW_UNIT, ROW_UNIT, 2 * ROW_UNIT):
         cache.lay_out(length, used_rows=3, used_length=40)
         assert cache.length == length
-        for index in range(CONFIG.layers):
-            for kept, buffer in zip(before[index], cache.layer(index), strict=True):
-                assert torch.equal(buffer[:3, :, :40], kept)
+        for kept, layer in zip(before, cache.layers, strict=True):
+            assert torch.equal(layer[:3, :, :40], kept)
 
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 400))

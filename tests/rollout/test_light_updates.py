@@ -35,12 +35,16 @@ async def greedy(light: Any) -> list[int]:
     return answer["output_ids"]
 
 
-async def running(light: Any, count: int = 10, **settings: Any) -> asyncio.Task[Any]:
+async def running(light: Any, length: int = 600, **settings: Any) -> asyncio.Task[Any]:
     """Samples that are in the middle of decoding."""
-    before = light.generated()
-    task = asyncio.create_task(light.sample(PROMPTS[:3], max_new_tokens=600, **settings))
-    await until(lambda: light.generated() > before + count)
+    task = asyncio.create_task(light.sample(PROMPTS[:3], max_new_tokens=length, **settings))
+    await some_more(light)
     return task
+
+
+async def some_more(light: Any) -> None:
+    before = light.generated()
+    await until(lambda: light.generated() > before + 10)
 
 
 async def test_a_staged_update_is_not_visible_before_its_commit(light, model, other) -> None:
@@ -201,12 +205,14 @@ async def test_distributed_updates_from_a_second_process(light, model, other, pu
     await light.client.begin_update()
     with pytest.raises(EngineError, match=r"model\.nothing: the model has no such parameter"):
         await light.client.update_from_distributed([TensorSpec("model.nothing", "float32", (1,), "0" * 64)], GROUP)
-    task = await running(light)
+    task = await running(light, length=4000)
     for names in halves(wanted):
         await light.client.update_from_distributed([wanted[name] for name in names], GROUP, weight_version="1")
     assert not task.done()
     assert (await light.client.checksums()).digest == digest(specs(other.folder))
     await light.client.end_update()
+    await some_more(light)
+    await light.client.abort(everything=True)
     assert {len(answer["meta_info"]["weight_versions"]) for answer in await task} == {2}
     assert await greedy(light) == tiny.greedy(other.reference, PROMPTS[0], 8)
 

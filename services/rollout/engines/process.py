@@ -2,7 +2,8 @@
 
 Guarantees: `start` returns an engine that answers `/ready`, or raises EngineStartError with the child's last words and leaves
 nothing running; the child never outlives `stop` (SIGTERM, then SIGKILL to its whole process group), and the light engine does not
-outlive this process either, however it dies. Options pass through to the engine under their own names. An engine kind is
+outlive this process either, however it dies (Linux ties it to the thread that started it: start it from a thread that stays,
+such as an event loop's). Options pass through to the engine under their own names. An engine kind is
 one function from (folder, options, host) to a `Launch`. tests/rollout/test_engine_process.py is its check.
 """
 

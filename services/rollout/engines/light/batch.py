@@ -80,8 +80,7 @@ class Batch:
             rows = Rows([s.params for s in self.sequences[start:stop]], self.device)
         drawn_B = uniforms(self.keys_M[start:stop], self.drawn_M[start:stop])
         ids_B, logprobs_B = rows.draw(logits_BV, drawn_B)
-        ids, logprobs = ids_B.tolist(), logprobs_B.tolist()
-        self.ids_M[start:stop] = ids
+        self.ids_M[start:stop] = ids_B.cpu().numpy()
         self.positions_M[start:stop] += 1
         self.drawn_M[start:stop] += 1
-        return ids, logprobs
+        return ids_B.tolist(), logprobs_B.tolist()

@@ -1,18 +1,20 @@
 """Keys and values of the running rows, and the two ways of attending to them.
 
-Owns `capacity` tokens of memory a layer, taken once at start and laid out as rows of equal length, `[rows, G, length, D]`. The
-scheduler keeps the running requests in the first rows without a gap, so that a decode step reads plain views; rows are made
-longer (`lay_out`) when a request needs it. `plan` decides what fits, before anything is started: a running request never
-runs out of room (tests/rollout/test_light_kv_cache.py).
+Owns `capacity` tokens of memory a layer, taken once at start and laid out as rows of equal length. The scheduler keeps the
+running requests in the first rows without a gap, so that a decode step reads plain views; rows are made longer (`lay_out`) when
+a request needs it. `plan` decides what fits, before anything is started: a running request never runs out of room
+(tests/rollout/test_light_kv_cache.py).
 
 Attention of a decode step folds the query heads that share a key-value head into the query axis: keys are never repeated.
 
-Shapes: B rows, T tokens, N >= B new tokens, H query heads, G key-value heads, R = H/G, D head size, L attended length
+Shapes: B rows, T tokens, N new tokens of all rows, H query heads, G key-value heads, S = H + 2G, R = H/G, D head size,
+L attended length
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 import numpy as np
 import torch
@@ -44,12 +46,14 @@ def plan(running: int, length: int, needs: Iterable[int], capacity: int, max_row
 
 class KVCache:
     def __init__(self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.device = device
         self.capacity = round_up(capacity, ROW_UNIT)
-        size = self.capacity * config.kv_heads * config.head_dim
-        self._flat = [(_zeros(size, device, dtype), _zeros(size, device, dtype)) for _ in range(config.layers)]
+        size = self.capacity * 2 * config.kv_heads * config.head_dim
+        self._flat = [_zeros(size, device, dtype) for _ in range(config.layers)]
         self.length = 0
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.layers: list[torch.Tensor] = []
+        """One [rows, 2G, length, D] a layer: key heads, then value heads."""
         self.lay_out(ROW_UNIT, 0, 0)
 
     def lay_out(self, length: int, used_rows: int, used_length: int) -> None:
@@ -57,29 +61,22 @@ class KVCache:
         if length == self.length:
             return
         rows = self.capacity // length
-        shape = (rows, self.kv_heads, length, self.head_dim)
-        kept = [tuple(b[:used_rows, :, :used_length].clone() for b in pair) for pair in self._layers]
-        size = rows * self.kv_heads * length * self.head_dim
-        self._layers = [(k[:size].view(shape), v[:size].view(shape)) for k, v in self._flat]
+        shape = (rows, 2 * self.kv_heads, length, self.head_dim)
+        kept = [layer[:used_rows, :, :used_length].clone() for layer in self.layers]
+        self.layers = [flat[: prod(shape)].view(shape) for flat in self._flat]
         self.length = length
-        for (keys, values), (old_keys, old_values) in zip(self._layers, kept, strict=False):
-            keys[:used_rows, :, :used_length] = old_keys
-            values[:used_rows, :, :used_length] = old_values
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._layers[index]
+        for layer, old in zip(self.layers, kept, strict=False):
+            layer[:used_rows, :, :used_length] = old
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one row to another."""
-        for pair in self._layers:
-            for buffer in pair:
-                buffer[target, :, :length] = buffer[source, :, :length]
+        for layer in self.layers:
+            layer[target, :, :length] = layer[source, :, :length]
 
     def clear(self) -> None:
         """Forget everything: what a broken set of weights left (NaN) must not reach later requests through masked places."""
-        for pair in self._flat:
-            for buffer in pair:
-                buffer.zero_()
+        for flat in self._flat:
+            flat.zero_()
 
 
 def _zeros(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -97,13 +94,13 @@ class Prefill:
         self.cache, self.rows_B = cache, rows_B
         self.shape = (rows_B.shape[0], length)
 
-    def attend(self, layer: int, q_NHD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q_NHD, k_NGD, v_NGD))
-        keys, values = self.cache.layer(layer)
-        keys[self.rows_B, :, : self.shape[1]] = k
-        values[self.rows_B, :, : self.shape[1]] = v
+    def attend(self, layer: int, qkv_NSD: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads = self.cache.heads, self.cache.kv_heads
+        qkv_BSTD = qkv_NSD.unflatten(0, self.shape).transpose(1, 2)
+        q, k, v = qkv_BSTD.split([heads, kv_heads, kv_heads], 1)
+        self.cache.layers[layer][self.rows_B, :, : self.shape[1]] = qkv_BSTD[:, heads:]
         out_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out_BHTD.transpose(1, 2).reshape(q_NHD.shape[0], -1)
+        return out_BHTD.transpose(1, 2).reshape(qkv_NSD.shape[0], -1)
 
 
 class Decode:
@@ -116,21 +113,21 @@ class Decode:
         self.cache = cache
         self.batch = positions_B.shape[0]
         self.attended = round_up(longest, LENGTH_UNIT)
-        device = positions_B.device
-        row_head_BG = torch.arange(self.batch * cache.kv_heads, device=device).view(self.batch, -1) * cache.length
-        self.index_BG = (row_head_BG + positions_B.unsqueeze(1)).flatten()
-        hidden_BL = torch.arange(self.attended, device=device) > positions_B.unsqueeze(1)
-        dtype = cache.layer(0)[0].dtype
-        mask_BL = torch.zeros(hidden_BL.shape, device=device, dtype=dtype).masked_fill_(hidden_BL, float("-inf"))
-        self.mask_B11L = mask_BL[:, None, None]
+        position_B1 = positions_B.unsqueeze(1)
+        row_heads = self.batch * 2 * cache.kv_heads
+        starts = torch.arange(0, row_heads * cache.length, cache.length, device=cache.device)
+        self.places = (starts.view(self.batch, -1) + position_B1).flatten()
+        hidden_BL = torch.arange(self.attended, device=cache.device) > position_B1
+        mask_BL = torch.zeros(hidden_BL.shape, device=cache.device, dtype=cache.layers[0].dtype)
+        self.mask_B11L = mask_BL.masked_fill_(hidden_BL, float("-inf"))[:, None, None]
 
-    def attend(self, layer: int, q_NHD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:
-        rows, batch, head_dim = q_NHD.shape[0], self.batch, self.cache.head_dim
-        keys, values = self.cache.layer(layer)
-        keys.view(-1, head_dim).index_copy_(0, self.index_BG, k_NGD[:batch].reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, self.index_BG, v_NGD[:batch].reshape(-1, head_dim))
-        q_BGRD = q_NHD[:batch].reshape(batch, self.cache.kv_heads, -1, head_dim)
-        k_BGLD, v_BGLD = keys[:batch, :, : self.attended], values[:batch, :, : self.attended]
+    def attend(self, layer: int, qkv_NSD: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, head_dim, batch = self.cache.heads, self.cache.kv_heads, self.cache.head_dim, self.batch
+        cached = self.cache.layers[layer]
+        cached.view(-1, head_dim).index_copy_(0, self.places, qkv_NSD[:batch, heads:].reshape(-1, head_dim))
+        k_BGLD, v_BGLD = cached[:batch, :, : self.attended].split(kv_heads, 1)
+        q_BGRD = qkv_NSD[:batch, :heads].unflatten(1, (kv_heads, -1))
         out_BGRD = F.scaled_dot_product_attention(q_BGRD, k_BGLD, v_BGLD, attn_mask=self.mask_B11L)
         out = out_BGRD.reshape(batch, -1)
-        return out if rows == batch else F.pad(out, (0, 0, 0, rows - batch))
+        padding = qkv_NSD.shape[0] - batch
+        return F.pad(out, (0, 0, 0, padding)) if padding else out

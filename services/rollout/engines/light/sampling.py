@@ -85,17 +85,15 @@ class Rows:
         """Token ids [B] and their log-probabilities [B]."""
         if self.temperature_B1 is not None:
             logits_BV = logits_BV / self.temperature_B1
-        logprobs_BV = torch.log_softmax(logits_BV, -1)
+        probs_BV = logits_BV.softmax(-1)
         if self.all_greedy:
-            ids_B = logprobs_BV.argmax(-1)
+            ids_B = logits_BV.argmax(-1)
         else:
-            probs_BV = logprobs_BV.exp()
-            if self.filters is not None:
-                probs_BV = self.filters.keep(probs_BV)
-            ids_B = invert(probs_BV, torch.from_numpy(uniforms_B).to(probs_BV.device))
+            kept_BV = probs_BV if self.filters is None else self.filters.keep(probs_BV)
+            ids_B = invert(kept_BV, torch.from_numpy(uniforms_B).to(probs_BV.device))
             if self.greedy_B is not None:
-                ids_B = torch.where(self.greedy_B, logprobs_BV.argmax(-1), ids_B)
-        return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+                ids_B = torch.where(self.greedy_B, logits_BV.argmax(-1), ids_B)
+        return ids_B, probs_BV.gather(1, ids_B[:, None])[:, 0].log_()
 
 
 class _Filters:
@@ -123,21 +121,23 @@ class _Filters:
 def invert(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     """The token at which the cumulative sum of `probs` (need not sum to 1) passes `uniform` times the whole."""
     vocab = probs_BV.shape[1]
-    if vocab <= 2 * BLOCK:
-        return _first_above(probs_BV, uniforms_B)[0]
+    if vocab <= 4 * BLOCK:
+        return _hit(probs_BV.cumsum(-1, dtype=torch.float64), uniforms_B)[0]
     if vocab % BLOCK:
         probs_BV = F.pad(probs_BV, (0, BLOCK - vocab % BLOCK))
     blocks_BKC = probs_BV.unflatten(1, (-1, BLOCK))
-    block_B, share_B = _first_above(blocks_BKC.sum(-1, dtype=torch.float64), uniforms_B)
-    rows_BC = blocks_BKC[torch.arange(blocks_BKC.shape[0], device=probs_BV.device), block_B]
-    return block_B * BLOCK + _first_above(rows_BC, share_B)[0]
+    sizes_BK = blocks_BKC.sum(-1, dtype=torch.float64)
+    sums_BK = sizes_BK.cumsum(-1)
+    block_B, target_B1 = _hit(sums_BK, uniforms_B)
+    size_B1 = sizes_BK.gather(1, block_B[:, None])
+    inside_B1 = (target_B1 - (sums_BK.gather(1, block_B[:, None]) - size_B1)) / size_B1
+    rows_BC = blocks_BKC[torch.arange(len(block_B), device=probs_BV.device), block_B]
+    within_B = _hit(rows_BC.cumsum(-1, dtype=torch.float64), inside_B1[:, 0].clamp_(0.0, 1.0 - 2.0**-52))[0]
+    return block_B * BLOCK + within_B
 
 
-def _first_above(weights_BK: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the entry hit, and where inside that entry, as a number in [0, 1)."""
-    sums_BK = weights_BK.cumsum(-1, dtype=torch.float64)
-    target_B1 = (uniforms_B * sums_BK[:, -1]).unsqueeze(1)
-    index_B1 = torch.searchsorted(sums_BK, target_B1, right=True).clamp_(max=weights_BK.shape[1] - 1)
-    width_B1 = weights_BK.gather(1, index_B1).double()
-    inside_B1 = (target_B1 - (sums_BK.gather(1, index_B1) - width_B1)) / width_B1
-    return index_B1[:, 0], inside_B1.clamp_(0.0, 1.0 - 2.0**-52)[:, 0]
+def _hit(sums_BK: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of the first cumulative sum above `uniform` times the last one, and that product."""
+    target_B1 = uniforms_B[:, None] * sums_BK[:, -1:]
+    index_B1 = torch.searchsorted(sums_BK, target_B1, right=True)
+    return index_B1[:, 0].clamp_(max=sums_BK.shape[1] - 1), target_B1  # beyond the end only if a sum is NaN

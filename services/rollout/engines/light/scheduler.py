@@ -5,6 +5,7 @@ tests/rollout/test_light_engine.py and test_light_updates.py:
 * a waiting request starts at any step at which a row and its whole need of KV cache are free, in the order of arrival; a full
   cache makes requests wait, never fail;
 * the n samples of a prompt share one prefill;
+* what a request gets does not depend on what runs beside it;
 * a token's log-probability is that of the weights its span names. A switch of weights happens between two steps; under
   `retract` the running requests go back to the queue and their cache is computed again, under `in_place` it is kept;
 * an error in the model ends the engine loudly (`on_death`), with every request answered; the supervisor starts it again.

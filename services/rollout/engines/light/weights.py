@@ -127,13 +127,16 @@ class Weights:
         async with self._turn:
             if name in self._groups:
                 raise UpdateError(f"group_name: {name!r} is joined already; destroy_weights_update_group first")
+
+            def enter() -> None:
+                # Recorded here, so that a join which its caller no longer waits for can still be left.
+                group = collective.join(host, port, world_size, rank, name, backend, timeout_s)
+                self._groups[name] = Group(group, backend, timeout_s)
+
             try:
-                group = await self._in_thread(
-                    lambda: collective.join(host, port, world_size, rank, name, backend, timeout_s)
-                )
+                await self._in_thread(enter)
             except collective.CollectiveError as error:
                 raise UpdateError(str(error)) from error
-            self._groups[name] = Group(group, backend, timeout_s)
 
     async def leave(self, name: str) -> None:
         async with self._turn:
