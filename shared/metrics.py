@@ -43,13 +43,17 @@ class Metrics:
         with self._clock(f"wait_s.{what}"):
             yield
 
+    def add(self, clock: str, seconds: float) -> None:
+        """For clocks that no `with` can keep: `busy_s`, or `wait_s.<what>`."""
+        self._clocks[clock] += seconds
+
     @contextmanager
     def _clock(self, name: str) -> Iterator[None]:
         started = time.monotonic()
         try:
             yield
         finally:
-            self._clocks[name] += time.monotonic() - started
+            self.add(name, time.monotonic() - started)
 
     def emit(self, step: int | None = None, **values: float) -> None:
         """Publish `values` with the clocks and the CPU seconds of this process and its children so far."""

@@ -21,7 +21,7 @@ from services.rollout.engines.process import EngineProcess, EngineStartError
 from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
 from services.rollout.weights import WeightReceiver
 from shared import waivers, wire
-from shared.pull import Delivery
+from shared.pull import Delivery, Puller
 from shared.records import Group, Receipt, ints
 from shared.service import Context, ServiceFailed
 from shared.tokenizer import Tokenizer, TokenizerError
@@ -64,36 +64,47 @@ async def _with_engine(ctx: Context, cache: Path) -> None:
 
 
 class Worker:
-    """Runs up to `rollout.max_running_groups` groups at once on one engine."""
+    """Runs up to `rollout.max_running_groups` groups at once on one engine: so many slots, each with one group at a time."""
 
     def __init__(self, ctx: Context, engine: EngineClient, receiver: WeightReceiver, tokenizer: Tokenizer) -> None:
         self.ctx, self.engine, self.receiver, self.tokenizer = ctx, engine, receiver, tokenizer
-        self.running: set[asyncio.Task[None]] = set()
-        self.groups = self.samples = self.tokens = 0
+        self.running = self.groups = self.samples = self.tokens = 0
+        self._changed = time.monotonic()
 
     async def run(self) -> None:
-        """Pull while there are free slots; stop pulling when told to, and drain."""
-        ctx, options = self.ctx, self.ctx.config.rollout
-        puller = await ctx.queue.pull("prompts", "rollout", prefetch=0, max_deliveries=options.max_deliveries)
+        """Sample until told to stop, then drain."""
+        options = self.ctx.config.rollout
+        puller = await self.ctx.queue.pull("prompts", "rollout", prefetch=0, max_deliveries=options.max_deliveries)
         following = asyncio.create_task(self.receiver.run())
+        slots = [asyncio.create_task(self._slot(puller)) for _ in range(options.max_running_groups)]
         try:
-            while not ctx.stopping.is_set():
+            while not self.ctx.stopping.is_set():
                 await self._beat()
-                for task in [task for task in (*self.running, following) if task.done()]:
-                    self.running.discard(task)
+                done, _ = await asyncio.wait({*slots, following}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
                     task.result()
-                if len(self.running) >= options.max_running_groups:
-                    await asyncio.wait({*self.running, following}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                    continue
-                with ctx.metrics.wait("prompts"):
-                    delivery = await ctx.stop_or(puller.next(POLL_S))
-                if delivery is not None:
-                    self.running.add(asyncio.create_task(self._episode(delivery)))
         finally:
             await puller.stop()
-            await self._drain()
+            await self._drain(slots)
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+
+    async def _slot(self, puller: Puller) -> None:
+        """One group after another. Waiting here is what asks the broker for a prompt, so a busy replica hoards none."""
+        while not self.ctx.stopping.is_set():
+            delivery = await puller.next(POLL_S)
+            if delivery is not None:
+                self._count(1)
+                try:
+                    await self._episode(delivery)
+                finally:
+                    self._count(-1)
+
+    def _count(self, change: int) -> None:
+        """Keep the clocks: busy while any group runs, waiting for prompts else."""
+        now = time.monotonic()
+        self.ctx.metrics.add("busy_s" if self.running else "wait_s.prompts", now - self._changed)
+        self._changed, self.running = now, self.running + change
 
     async def _beat(self) -> None:
         await self.ctx.beat(
@@ -101,19 +112,18 @@ class Worker:
             progress=self.groups,
             version=self.receiver.version,
             step=self.receiver.step,
-            running=len(self.running),
+            running=self.running,
         )
         self.ctx.metrics.emit(
-            groups_total=self.groups, samples_total=self.samples, tokens_total=self.tokens, running=len(self.running)
+            groups_total=self.groups, samples_total=self.samples, tokens_total=self.tokens, running=self.running
         )
 
-    async def _drain(self) -> None:
+    async def _drain(self, slots: list[asyncio.Task[None]]) -> None:
         """Let what is running finish; whatever does not in time goes back to the queue."""
-        if self.running:
-            _, late = await asyncio.wait(self.running, timeout=self.ctx.config.drain_timeout_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*self.running, return_exceptions=True)
+        _, late = await asyncio.wait(slots, timeout=self.ctx.config.drain_timeout_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*slots, return_exceptions=True)
 
     async def _episode(self, delivery: Delivery) -> None:
         """One group, from its prompt to the stored reward request."""
