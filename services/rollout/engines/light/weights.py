@@ -2,15 +2,15 @@
 
     begin_weight_update -> update_weights_from_distributed | _from_tensor | _from_disk (any number) -> end_weight_update
 
-Owns the staged tensors of the open session and the broadcast groups. Guarantees, held by tests/rollout/test_light_updates.py:
+Owns the staged tensors of the open update and the broadcast groups. Guarantees, held by tests/rollout/test_light_updates.py:
 * what is received is not visible before `end(commit=True)`, and decoding goes on meanwhile;
 * every tensor is checked for name, shape and dtype when it is announced, so that a commit cannot fail half-way
   (SGLang accepts unknown names silently);
-* a failed transfer leaves the live weights and the staged ones as they were; the session stays open to be ended;
+* a failed transfer leaves the live weights and the staged ones as they were; the update stays open to be ended;
 * transfers, checksums and the switch never overlap: they take turns in one thread.
 
 Differences from SGLang: updates are staged, so no pause is needed; `from_tensor` takes safetensors bytes, not pickles;
-checksums are sha256 of the tensors under their Hugging Face names, of the staged ones while a session holds any.
+checksums are sha256 of the tensors under their Hugging Face names, of the staged ones while an update holds any.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Weights:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     async def close(self) -> None:
-        """Leave all groups. A transfer that is stuck is left behind with the process."""
+        """Take no more transfers. Groups, and a transfer that is stuck, end with the process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # ---- the session
+    # ---- the update
 
     async def begin(self) -> None:
         async with self._turn:
@@ -82,7 +82,7 @@ class Weights:
     async def end(self, commit: bool, version: str | None, mode: Mode | None) -> int:
         """Make the staged tensors live, or drop them. Returns how many running requests the switch met."""
         async with self._turn:
-            self._need_session("end_weight_update")
+            self._need_open("end_weight_update")
             staged, staged_version = self._staged, self._version
             self.open, self._staged, self._version = False, {}, None
             if not commit:
@@ -100,14 +100,14 @@ class Weights:
 
         return await asyncio.wrap_future(self.scheduler.call(lambda: self.scheduler.switch(apply, version, mode)))
 
-    def _need_session(self, call: str) -> None:
+    def _need_open(self, call: str) -> None:
         if not self.open:
             raise UpdateError(f"{call}: no weight update is open; call begin_weight_update first")
 
     @asynccontextmanager
     async def _transfer(self, call: str) -> AsyncIterator[None]:
         async with self._turn:
-            self._need_session(call)
+            self._need_open(call)
             yield
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
@@ -184,7 +184,7 @@ class Weights:
             self._stage(tensors, version)
 
     async def from_disk(self, folder: Path, version: str | None, mode: Mode | None) -> int:
-        """Load a Hugging Face folder: into the open session, or, without one, at once."""
+        """Load a Hugging Face folder: into the open update, or, without one, at once."""
         async with self._turn:
             try:
                 tensors = dict(await self._in_thread(lambda: read_tensors(folder, self.model)))
@@ -203,7 +203,7 @@ class Weights:
     # ---- verification
 
     async def checksums(self) -> dict[str, Any]:
-        """sha256 of each tensor and the digest of all: of the staged ones while a session holds any, else of the live ones."""
+        """sha256 of each tensor and the digest of all: of the staged ones while an update holds any, else of the live ones."""
         async with self._turn:
             staged = dict(self._staged)
             return await self._in_thread(lambda: self._checksums(staged))
