@@ -12,11 +12,12 @@ A record opts in with `@schema(name, version)`. `tests/shared/test_wire.py` hold
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 import numpy as np
@@ -52,8 +53,8 @@ def encode(record: Any) -> bytes:
     if known is None:
         raise WireError(f"{type(record).__name__} is no registered record")
     name, version = known
-    body = _dump(record)
-    return msgpack.packb({"schema": name, "version": version, "body": body}, default=_pack_array, use_bin_type=True)
+    envelope = {"schema": name, "version": version, "body": _dump(record)}
+    return msgpack.packb(envelope, default=_pack, use_bin_type=True)
 
 
 def decode(payload: bytes | memoryview, expect: type[T]) -> T:
@@ -83,112 +84,114 @@ def decode_any(payload: bytes | memoryview) -> Any:
     return _load(cls, envelope["body"], envelope["schema"])
 
 
+class Field(NamedTuple):
+    """What is known about a record's field. Worked out once a class: a group has forty fields, and there are many groups."""
+
+    name: str
+    hint: Any
+    matches: Callable[[Any], bool]
+    record: type | None
+    """The record that it holds, or holds a list of."""
+
+
 def _dump(record: Any) -> dict[str, Any]:
     body = {}
-    for name, hint in _fields(type(record)):  # type: ignore[arg-type]
-        value = getattr(record, name)
-        _check(value, hint, f"{type(record).__name__}.{name}", dumping=True)
-        body[name] = _dump_value(value)
+    for field in _fields(type(record)):  # type: ignore[arg-type]
+        value = getattr(record, field.name)
+        if not field.matches(value):
+            raise _mismatch(value, field.hint, f"{type(record).__name__}.{field.name}", "cannot send")
+        body[field.name] = value
     return body
-
-
-def _dump_value(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _dump(value)
-    if isinstance(value, list):
-        return [_dump_value(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _dump_value(item) for key, item in value.items()}
-    return value
 
 
 def _load(cls: type, body: Any, path: str) -> Any:
     if not isinstance(body, dict):
         raise WireError(f"{path}: expected a map of fields, got {type(body).__name__}")
     fields = _fields(cls)
-    names = {name for name, _ in fields}
+    names = {field.name for field in fields}
     if missing := names - set(body):
         raise WireError(f"{path}: missing {', '.join(sorted(missing))}")
     if extra := set(body) - names:
         raise WireError(f"{path}: unknown {', '.join(sorted(map(str, extra)))}")
     values = {}
-    for name, hint in fields:
-        value = _load_value(body[name], hint, f"{path}.{name}")
-        _check(value, hint, f"{path}.{name}", dumping=False)
-        values[name] = value
+    for field in fields:
+        value = body[field.name]
+        if field.record is not None:
+            value = _load_records(value, field.record, f"{path}.{field.name}")
+        if not field.matches(value):
+            raise _mismatch(value, field.hint, f"{path}.{field.name}", "got")
+        values[field.name] = value
     try:
         return cls(**values)
     except ValueError as error:  # a record's own __post_init__: lengths that do not match, say
         raise WireError(f"{path}: {error}") from error
 
 
-def _load_value(value: Any, hint: Any, path: str) -> Any:
-    hint = _strip_none(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _load(typing.cast(type, hint), value, path)
-    if typing.get_origin(hint) is list and isinstance(value, list):
-        (item,) = typing.get_args(hint)
-        if dataclasses.is_dataclass(item):
-            return [_load_value(one, item, f"{path}[{i}]") for i, one in enumerate(value)]
+def _load_records(value: Any, record: type, path: str) -> Any:
+    if isinstance(value, dict):
+        return _load(record, value, path)
+    if isinstance(value, list):
+        return [_load(record, one, f"{path}[{i}]") for i, one in enumerate(value)]
     return value
 
 
-def _strip_none(hint: Any) -> Any:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        rest = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        if len(rest) == 1:
-            return rest[0]
-    return hint
-
-
 @cache
-def _fields(cls: Any) -> tuple[tuple[str, Any], ...]:
+def _fields(cls: type) -> tuple[Field, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+    return tuple(
+        Field(field.name, hints[field.name], _matcher(hints[field.name]), _record_in(hints[field.name]))
+        for field in dataclasses.fields(cls)
+    )
 
 
-def _check(value: Any, hint: Any, path: str, dumping: bool) -> None:
-    if not _matches(value, hint):
-        what = f"{value.dtype.str} array" if isinstance(value, np.ndarray) else type(value).__name__
-        raise WireError(f"{path}: {'cannot send' if dumping else 'got'} {what}, expected {_show(hint)}")
+def _record_in(hint: Any) -> type | None:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union, list):
+        found = [record for arg in typing.get_args(hint) if (record := _record_in(arg)) is not None]
+        return found[0] if len(found) == 1 else None
+    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
 
 
-def _show(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)
+def _mismatch(value: Any, hint: Any, path: str, what: str) -> WireError:
+    found = f"{value.dtype.str} array" if isinstance(value, np.ndarray) else type(value).__name__
+    return WireError(f"{path}: {what} {found}, expected {hint.__name__ if isinstance(hint, type) else hint}")
 
 
-def _matches(value: Any, hint: Any) -> bool:
+def _matcher(hint: Any) -> Callable[[Any], bool]:
+    """The check of a declared type, as a function of the value."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return True
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        return any(_matches(value, arg) for arg in typing.get_args(hint))
+        return lambda value: True
     if hint is None or hint is type(None):
-        return value is None
-    if origin is typing.Literal:
-        return value in typing.get_args(hint)
-    if origin is typing.Annotated:  # an array column: Annotated[np.ndarray, "<i4"]
-        return isinstance(value, np.ndarray) and value.dtype.str == typing.get_args(hint)[1]
-    if origin is list:
-        (item,) = typing.get_args(hint)
-        return isinstance(value, list) and all(_matches(one, item) for one in value)
-    if origin is dict:
-        key, item = typing.get_args(hint)
-        return isinstance(value, dict) and all(_matches(k, key) and _matches(v, item) for k, v in value.items())
+        return lambda value: value is None
     if hint is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
+        return lambda value: isinstance(value, float | int) and not isinstance(value, bool)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+        return lambda value: isinstance(value, int) and not isinstance(value, bool)
+    if origin in (types.UnionType, typing.Union):
+        choices = [_matcher(arg) for arg in args]
+        return lambda value: any(matches(value) for matches in choices)
+    if origin is typing.Literal:
+        return lambda value: value in args
+    if origin is typing.Annotated:  # an array column: Annotated[np.ndarray, "<i4"]
+        return lambda value: isinstance(value, np.ndarray) and value.dtype.str == args[1]
+    if origin is list:
+        item = _matcher(args[0])
+        return lambda value: isinstance(value, list) and all(map(item, value))
+    if origin is dict:
+        key, item = _matcher(args[0]), _matcher(args[1])
+        return lambda value: isinstance(value, dict) and all(map(key, value)) and all(map(item, value.values()))
+    return lambda value: isinstance(value, hint)
 
 
-def _pack_array(value: Any) -> msgpack.ExtType:
-    if not isinstance(value, np.ndarray):
-        raise WireError(f"cannot send a {type(value).__name__}: use plain values, lists, maps and arrays")
-    if value.dtype.str not in ARRAY_DTYPES:
-        raise WireError(f"cannot send an array of {value.dtype.str}: one of {', '.join(sorted(ARRAY_DTYPES))}")
-    data = np.ascontiguousarray(value).tobytes()
-    return msgpack.ExtType(ARRAY_EXT, msgpack.packb([value.dtype.str, list(value.shape), data], use_bin_type=True))
+def _pack(value: Any) -> Any:
+    """What msgpack does not know by itself: records inside records, and arrays."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.str not in ARRAY_DTYPES:
+            raise WireError(f"cannot send an array of {value.dtype.str}: one of {', '.join(sorted(ARRAY_DTYPES))}")
+        return msgpack.ExtType(ARRAY_EXT, msgpack.packb([value.dtype.str, value.shape, value.tobytes()]))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _dump(value)
+    raise WireError(f"cannot send a {type(value).__name__}: use plain values, lists, maps and arrays")
 
 
 def _unpack_array(code: int, data: bytes) -> np.ndarray:
@@ -196,13 +199,12 @@ def _unpack_array(code: int, data: bytes) -> np.ndarray:
         raise WireError(f"unknown msgpack extension {code}")
     try:
         dtype, shape, raw = msgpack.unpackb(data, raw=False)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (TypeError, ValueError, msgpack.UnpackException) as error:
         raise WireError(f"malformed array: {error}") from error
-    if dtype not in ARRAY_DTYPES:
+    if not isinstance(dtype, str) or dtype not in ARRAY_DTYPES:
         raise WireError(f"array of {dtype!r}: one of {', '.join(sorted(ARRAY_DTYPES))}")
     if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise WireError(f"array with the shape {shape!r}")
-    count = int(np.prod(shape, dtype=np.int64))
-    if not isinstance(raw, bytes) or len(raw) != count * np.dtype(dtype).itemsize:
+    if not isinstance(raw, bytes) or len(raw) != math.prod(shape) * np.dtype(dtype).itemsize:
         raise WireError(f"array of {shape} {dtype} with {len(raw)} bytes")
     return np.frombuffer(raw, dtype=dtype).reshape(shape)

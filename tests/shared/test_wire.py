@@ -176,3 +176,12 @@ def test_columns_that_do_not_fit_are_refused(field, value, reason):
     assert Samples(**columns)
     with pytest.raises(ValueError, match=reason):
         Samples(**{**columns, field: value})
+
+
+@pytest.mark.parametrize(
+    "inner", [5, None, "<i4", [["x"], [1], b""], ["<i4", [1]], ["<i4", [-1], b""], ["<i4", 5, b""], [{}, [], b""]]
+)
+def test_refuses_an_array_that_is_none(inner):
+    column = msgpack.ExtType(wire.ARRAY_EXT, msgpack.packb(inner))
+    with pytest.raises(WireError, match="array|envelope|unpack"):
+        wire.decode_any(msgpack.packb({"schema": "receipt", "version": 1, "body": {"sample_steps": column}}))
