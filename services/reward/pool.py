@@ -156,17 +156,23 @@ class Pool:
 
     async def __aenter__(self) -> Pool:
         """Raises FunctionError if a function cannot be used."""
-        try:
-            for _ in range(self.size):
-                self._slots.append(Slot(await Worker.start(self._hello)))
-                self._idle.put_nowait(self._slots[-1])
-        except BaseException:
+        starting = [Worker.start(self._hello) for _ in range(self.size)]
+        started = await asyncio.gather(*starting, return_exceptions=True)
+        self._slots = [Slot(worker) for worker in started if isinstance(worker, Worker)]
+        if failed := [error for error in started if isinstance(error, BaseException)]:
             await self.__aexit__()
-            raise
+            raise failed[0]
+        for slot in self._slots:
+            self._idle.put_nowait(slot)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await asyncio.gather(*(slot.worker.kill() for slot in self._slots))
+
+    @property
+    def needs(self) -> set[str]:
+        """The context names that any of the functions asks for."""
+        return {name for slot in self._slots[:1] for names in slot.worker.needs for name in names}
 
     @property
     def pids(self) -> list[int]:
