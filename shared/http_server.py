@@ -1,7 +1,7 @@
 """A small HTTP server inside a service's own event loop: uvicorn without its signal handlers, on a socket bound beforehand.
 
 Binding first means that a taken port is an error at the start, named after the run file's field, and that port 0 has its number
-before anybody asks for the URL. `tests/controller/test_api.py`.
+before anybody asks for the URL. `tests/controller/test_controller.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 It is finished when every update has its full batch and the last evaluation is in. It is given up, with a reason that says what to
 change, when nothing survives the filters, and, if the run file asks for it, when the policy starts out too weak to learn.
+`tests/controller/test_evaluation.py`.
 """
 
 from __future__ import annotations

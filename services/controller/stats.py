@@ -1,4 +1,4 @@
-"""The controller's numbers for each update, folded from the receipts. Pure; `tests/controller/test_stats.py`.
+"""The controller's numbers for each update, folded from the receipts. Pure; `tests/controller/test_evaluation.py`.
 
 reward            mean over the groups trained in the update
 reward_scored     mean over all groups scored since the update before, those that a filter dropped included
