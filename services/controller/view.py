@@ -60,6 +60,8 @@ class RunView:
         self.replicas: list[Heartbeat] = []
         self.depths: dict[str, int] = {}
         self.phase = "starting"
+        self._receipts_seen = 0
+        self._news = asyncio.Condition()
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
         self._lines: list[tuple[float, str]] = []
 
@@ -76,6 +78,17 @@ class RunView:
                 self.values.update(record.values)
         elif self.ledger.apply(record):
             self._receipt(record)
+
+    async def saw(self, seq: int) -> None:
+        """The receipts up to `seq` are folded."""
+        async with self._news:
+            self._receipts_seen = seq
+            self._news.notify_all()
+
+    async def seen(self, seq: int) -> None:
+        """Wait until the receipts up to `seq` are folded."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._receipts_seen >= seq)
 
     def note(self, replicas: list[Heartbeat]) -> None:
         """Who is alive now. Before the first update the trainer's state says what the run is doing."""
@@ -227,8 +240,10 @@ async def follow(view: RunView, queue: TransferQueue, registry: Registry, show: 
 
 
 async def _subscribe(view: RunView, queue: TransferQueue, stream: str, record: type[Any]) -> None:
-    async for data, _ in queue.read(stream, live=True):
+    async for data, seq in queue.read(stream, live=True):
         view.apply(decode(data, record))
+        if record is Receipt:
+            await view.saw(seq)
 
 
 async def _poll(view: RunView, queue: TransferQueue, registry: Registry) -> None:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,7 +81,7 @@ class LocalLauncher:
     environment: dict[str, str] = field(default_factory=dict)
     children: dict[str, Child] = field(default_factory=dict)
     exits: asyncio.Queue[Exit] = field(default_factory=asyncio.Queue)
-    _watchers: set[asyncio.Task[None]] = field(default_factory=set)
+    _watchers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def start(self, service: str, number: int) -> Child:
         """Start replica `number` of `service`."""
@@ -98,9 +98,7 @@ class LocalLauncher:
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
             )
         child = self.children[replica] = Child(service, replica, path, process, time.monotonic())
-        watcher = asyncio.create_task(self._watch(child))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        self._watchers[replica] = asyncio.create_task(self._watch(child))
         return child
 
     async def _watch(self, child: Child) -> None:
@@ -109,9 +107,9 @@ class LocalLauncher:
         seconds = time.monotonic() - child.started
         self.exits.put_nowait(Exit(child.service, child.replica, child.pid, code, child.log, seconds))
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every child; SIGKILL to its whole process group, so that nothing that it started stays."""
-        for child in self.children.values():
+    def signal(self, number: signal.Signals, services: Sequence[str] | None = None) -> None:
+        """Send a signal to the children (of `services` only); SIGKILL to their whole process groups, so that nothing stays."""
+        for child in self._of(services):
             try:
                 if number == signal.SIGKILL:
                     os.killpg(child.pid, number)
@@ -120,21 +118,25 @@ class LocalLauncher:
             except ProcessLookupError:
                 continue  # it ended by itself in this moment; its exit is on the way
 
-    async def gone(self, timeout_s: float) -> bool:
-        """Wait until no child is left. False if some are after `timeout_s`."""
-        if not self._watchers:
+    def _of(self, services: Sequence[str] | None) -> list[Child]:
+        return [child for child in self.children.values() if services is None or child.service in services]
+
+    async def gone(self, timeout_s: float, services: Sequence[str] | None = None) -> bool:
+        """Wait until no child (of `services`) is left. False if some are after `timeout_s`."""
+        watchers = [self._watchers[child.replica] for child in self._of(services)]
+        if not watchers:
             return True
-        _, left = await asyncio.wait(set(self._watchers), timeout=timeout_s)
+        _, left = await asyncio.wait(watchers, timeout=timeout_s)
         return not left
 
-    async def stop(self, drain_s: float) -> list[str]:
+    async def stop(self, drain_s: float, services: Sequence[str] | None = None) -> list[str]:
         """SIGTERM, time to drain, SIGKILL for the rest. Returns the replicas that had to be killed."""
-        self.signal(signal.SIGTERM)
-        if await self.gone(drain_s):
+        self.signal(signal.SIGTERM, services)
+        if await self.gone(drain_s, services):
             return []
-        late = sorted(self.children)
-        self.signal(signal.SIGKILL)
-        await self.gone(drain_s)
+        late = sorted(child.replica for child in self._of(services))
+        self.signal(signal.SIGKILL, services)
+        await self.gone(drain_s, services)
         return late
 
 

@@ -7,6 +7,7 @@ dcs process that is killed does not end the run: whoever starts it again by hand
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -24,13 +25,12 @@ from shared.broker import BrokerError
 from shared.config import RunConfig
 from shared.errors import TransportError
 from shared.metrics import Events
-from shared.records import Receipt
-from shared.wire import decode
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 BROKER_POLL_S = 0.25
+CATCH_UP_S = 10.0
 BROKER_LOST = 3
 """Exit code."""
 BROKER_RESTARTS = 5
@@ -126,9 +126,10 @@ class Session:
             await _cancel(tasks)
 
     async def catch_up(self) -> None:
-        """Show what the receipts say up to now: the last updates may be younger than the view's last look."""
-        async for data, _ in self.run.queue.read("receipts"):
-            self.view.apply(decode(data, Receipt))
+        """Wait until the view has seen every receipt: the last updates may be younger than its last look."""
+        if (last := await self.run.queue.last(self.run.subjects.receipts)) is not None:
+            with contextlib.suppress(TimeoutError):  # the view may have ended; the report tells all
+                await asyncio.wait_for(self.view.seen(last[1]), CATCH_UP_S)
 
     async def close(self) -> None:
         """End the live view; it shows its last state."""

@@ -30,6 +30,7 @@ from services.controller.launchers.session import BROKER_LOST, Interrupts, Outco
 from shared import config as run_config
 from shared.config import ConfigError, RunConfig
 
+STOP_ORDER = (("rollout", "reward", "trainer"), ("dcs", "controller"))
 DRAIN_MARGIN_S = 10.0
 """Given to the children on top of drain_timeout_s before they are killed."""
 
@@ -82,8 +83,6 @@ async def _run(
         greet(config, run, before.state, console)
         outcome = await session.wait()
         session.view.phase = outcome.kind
-        if outcome.kind == "failed" and outcome.code != BROKER_LOST:
-            await run.set_state(f"failed:{outcome.why}")
         await drain(session, outcome, console)
         if outcome.code != BROKER_LOST:
             await session.catch_up()
@@ -97,11 +96,10 @@ async def _run(
 
 
 async def drain(session: Session, outcome: Outcome, console: Console) -> None:
-    """Let every service finish what it holds; a (second) Ctrl-C ends that at once."""
+    """Let every service finish what it holds, and put a failure on record. A (second) Ctrl-C ends the waiting."""
     if outcome.kind == "stopped":
         console.print("stopping: services finish what they hold; Ctrl-C again kills them", highlight=False)
-    deadline = session.config.drain_timeout_s + DRAIN_MARGIN_S
-    stop = asyncio.create_task(session.launcher.stop(deadline))
+    stop = asyncio.create_task(_stop_in_order(session, outcome))
     hurry = session.interrupts.second if outcome.kind == "stopped" else session.interrupts.first
     impatient = asyncio.create_task(hurry.wait())
     await asyncio.wait({stop, impatient}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +107,19 @@ async def drain(session: Session, outcome: Outcome, console: Console) -> None:
         session.launcher.signal(signal.SIGKILL)
     impatient.cancel()
     if late := await stop:
-        console.print(f"killed after {deadline:.0f} s of draining: {', '.join(late)}", highlight=False)
+        console.print(f"did not drain in time and were killed: {', '.join(late)}", highlight=False)
+
+
+async def _stop_in_order(session: Session, outcome: Outcome) -> list[str]:
+    """Those first that may need others to finish what they hold. Returns whom it had to kill."""
+    late = []
+    for services in STOP_ORDER:
+        late += await session.launcher.stop(session.config.drain_timeout_s + DRAIN_MARGIN_S, services)
+        if (
+            outcome.kind == "failed" and outcome.code != BROKER_LOST
+        ):  # tells replicas elsewhere; now, as the DCS leaves on it too
+            await session.run.set_state(f"failed:{outcome.why}")
+    return late
 
 
 async def _report(run: Run, options: Options, config: RunConfig, console: Console, outcome: Outcome) -> int:
