@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TAIL_LINES = 15
-TAIL_BYTES = 16 << 10
+TAIL_COLUMNS = 300
+TAIL_BYTES = 32 << 10
 
 
 @dataclass(slots=True)
@@ -145,4 +146,5 @@ def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     with path.open("rb") as log:
         log.seek(0, os.SEEK_END)
         log.seek(max(0, log.tell() - TAIL_BYTES))
-        return log.read().decode(errors="replace").splitlines()[-lines:]
+        last = log.read().decode(errors="replace").splitlines()[-lines:]
+    return [line if len(line) <= TAIL_COLUMNS else f"{line[:TAIL_COLUMNS]}..." for line in last]

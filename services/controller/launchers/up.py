@@ -172,7 +172,8 @@ def listen() -> Interrupts:
     interrupts = Interrupts()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, interrupts.strike)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means what it says
+            loop.add_signal_handler(number, interrupts.strike)
     return interrupts
 
 
