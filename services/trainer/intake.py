@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.trainer.window import Window
-from shared import wire
+from shared import columns, wire
 from shared.ledger import Ledger
 from shared.pull import Delivery, Puller
 from shared.records import Group, Receipt
@@ -112,6 +112,8 @@ class Intake:
             group = wire.decode(delivery.data, Group)
             if group.samples is None or group.advantages is None or group.prompt_ids is None:
                 raise wire.WireError(f"{group.id}: no samples, advantages or prompt_ids")
+            if problem := columns.missing(group, self.ctx.config):
+                raise wire.WireError(problem)
         except wire.WireError as error:
             await self.ctx.queue.bury(delivery, "trainer", str(error))
             return

@@ -11,15 +11,12 @@ any signal is a step that changes no weight. Told to stop, it saves what it has,
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterator
 
-import numpy as np
-
-from services.trainer.algorithms import policy_loss
-from services.trainer.algorithms.reductions import finish, merge
-from services.trainer.batches import Packer, TrainSample
+from services.trainer.algorithms import first_pass, needs_first_pass, policy_loss
+from services.trainer.algorithms.reductions import Loss, finish, merge
+from services.trainer.batches import PackedBatch
 from services.trainer.checkpoint import CheckpointError, CheckpointStore
 from services.trainer.intake import Intake, Rollback, sample_steps
 from services.trainer.megatron.model import NativeOptionError
@@ -28,6 +25,7 @@ from services.trainer.model_folder import ModelFolderError
 from services.trainer.schedule import learning_rate
 from services.trainer.start import Interrupted, Start, begin, meta_of
 from services.trainer.tensorfile import DiskFullError
+from services.trainer.update import UpdateBatches
 from services.trainer.weights import WeightPublisher
 from shared import wire
 from shared.ledger import Ledger
@@ -141,28 +139,34 @@ class Training:
 
     async def accumulate(self) -> tuple[list[Group], dict[str, float]] | None:
         """The groups of the next update and the sums of their gradients, or None when the service is to stop."""
-        packer = Packer(self.config.trainer.micro_batch_tokens)
-        groups: list[Group] = []
+        batches = UpdateBatches(self.config, self.step)
         parts: list[dict[str, float]] = []
-        while len(groups) < self.config.groups_per_step:
+        while not batches.complete:
             await self.beat("waiting for groups")
             group = await self.intake.take(self.step)
             if group is None:
                 self.policy.discard()
                 return None
-            groups.append(group)
-            full = [packed for sample in train_samples(group) for packed in packer.add(sample)]
-            if len(groups) == self.config.groups_per_step:
-                full += packer.flush()
-            for packed in full:
+            with self.ctx.metrics.busy():
+                ready = await self.ctx.compute(batches.add, group)
+                loss = await self.loss_of(ready)
+            for packed in ready:
                 await self.beat("training")
                 with self.ctx.metrics.busy():
                     parts.append(
                         await self.ctx.compute(
-                            self.policy.forward_backward, packed, self.loss, self.config.sampling.temperature
+                            self.policy.forward_backward, packed, loss, self.config.sampling.temperature
                         )
                     )
-        return groups, merge(parts)
+        return batches.groups, merge(parts)
+
+    async def loss_of(self, batches: list[PackedBatch]) -> Loss:
+        """The loss; where it depends on all tokens of the update these are looked at first, without gradients."""
+        algorithm, temperature = self.config.algorithm, self.config.sampling.temperature
+        if not needs_first_pass(algorithm):
+            return self.loss
+        seen = [await self.ctx.compute(self.policy.observe, packed, temperature) for packed in batches]
+        return policy_loss(algorithm, await self.ctx.compute(first_pass, algorithm, seen))
 
     async def tell(self, groups: list[Group]) -> None:
         """Free the groups' slots, and give the new weights to the DCS."""
@@ -199,26 +203,6 @@ class Training:
             staleness_max=max(ages),
             version=self.version,
             **values,
-        )
-
-
-def train_samples(group: Group) -> Iterator[TrainSample]:
-    """The group's samples as the trainer packs them."""
-    samples, advantages, prompt_ids = group.samples, group.advantages, group.prompt_ids
-    assert samples is not None
-    assert advantages is not None
-    assert prompt_ids is not None
-    offsets = samples.offsets
-    per_token = len(advantages) != len(samples.lengths)
-    for number, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        completion = samples.ids[start:end]
-        yield TrainSample(
-            group_id=group.id,
-            ids=np.concatenate([prompt_ids, completion]),
-            prompt_len=len(prompt_ids),
-            mask=samples.mask[start:end],
-            logprobs=samples.logprobs[start:end],
-            advantage=advantages[start:end] if per_token else float(advantages[number]),
         )
 
 

@@ -37,6 +37,10 @@ LOGIT_ELEMENTS = 1 << 24
 """Logits held at once while scoring: 64 MiB in float32. A longer list of tokens is scored in chunks, recomputed backwards."""
 
 
+Scores = tuple[torch.Tensor, ...]
+"""(log-probability [N], entropy [N]), and the log-probabilities [N, K] of other ids where they were asked for."""
+
+
 class NativeOptionError(ValueError):
     """An option under `trainer.megatron` cannot be used. The text names it and says what to do."""
 
@@ -223,13 +227,15 @@ class PolicyModel(GPTModel):
         rows_N: torch.Tensor,
         targets_N: torch.Tensor,
         temperature: float = 1.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probability, entropy) of `targets_N`, each predicted from the hidden state at `rows_N`, in float32."""
+        others_NK: torch.Tensor | None = None,
+    ) -> Scores:
+        """(log-probability, entropy) of `targets_N`, each predicted from the hidden state at `rows_N`, in float32; with
+        `others_NK` the log-probabilities of these ids at the same places too."""
         hidden_T1H = super().forward(ids_T[None], positions_T[None], None, packed_seq_params=layout)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         project = partial(self.output_layer, weight=weight)
         rows = max(1, LOGIT_ELEMENTS // self.vocab_size)
-        return score_tokens(hidden_T1H.index_select(0, rows_N), project, targets_N, temperature, rows)
+        return score_tokens(hidden_T1H.index_select(0, rows_N), project, targets_N, temperature, rows, others_NK)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """Megatron's hook between the decoder and the logits: hand back the hidden states."""
@@ -242,28 +248,32 @@ def score_tokens(
     targets_N: torch.Tensor,
     temperature: float,
     rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of each target under softmax(logits / temperature), `rows` of them at a time.
+    others_NK: torch.Tensor | None = None,
+) -> Scores:
+    """Log-probability and entropy of each target under softmax(logits / temperature), `rows` of them at a time, and the
+    log-probabilities of `others_NK` if there are any.
 
     The entropy carries no gradient.
     """
 
-    def score(hidden_C1H: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(hidden_C1H: torch.Tensor, targets_C: torch.Tensor, others_CK: torch.Tensor | None = None) -> Scores:
         logits_CV = project(hidden_C1H)[0].squeeze(1).float()
         if temperature != 1.0:
             logits_CV = logits_CV / temperature
         all_logprobs_CV = F.log_softmax(logits_CV, dim=-1)
         with torch.no_grad():
             entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
-        return all_logprobs_CV.gather(1, targets_C[:, None]).squeeze(1), entropy_C
+        logprobs_C = all_logprobs_CV.gather(1, targets_C[:, None]).squeeze(1)
+        return (logprobs_C, entropy_C, *(() if others_CK is None else (all_logprobs_CV.gather(1, others_CK),)))
 
+    columns = (hidden_N1H, targets_N, *(() if others_NK is None else (others_NK,)))
     if hidden_N1H.size(0) <= rows:
-        return score(hidden_N1H, targets_N)
+        return score(*columns)
     parts = [
-        checkpoint(score, hidden_C1H, targets_C, use_reentrant=False)
-        for hidden_C1H, targets_C in zip(hidden_N1H.split(rows), targets_N.split(rows), strict=True)
+        checkpoint(score, *chunk, use_reentrant=False)
+        for chunk in zip(*(column.split(rows) for column in columns), strict=True)
     ]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def build_model(architecture: Architecture, config: TransformerConfig) -> PolicyModel:

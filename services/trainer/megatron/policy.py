@@ -36,6 +36,9 @@ from services.trainer.megatron.weights import iter_hf, load_hf, save_hf
 from services.trainer.model_folder import Architecture, read_architecture
 from shared.config import OptimizerConfig, TrainerConfig
 
+TOP_IDS = "teacher_top_ids"
+"""The column whose ids the policy scores beside the sampled ones."""
+
 
 class NonFiniteError(ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
@@ -156,9 +159,14 @@ class Policy:
         """(log-probability, entropy) of the batch's N trained tokens, without gradients."""
         self.model.eval()
         try:
-            return self._ddp.module(**self._inputs(batch, temperature))
+            logprobs_N, entropy_N, *_ = self._ddp.module(**self._inputs(batch, temperature))
+            return logprobs_N, entropy_N
         finally:
             self.model.train()
+
+    def observe(self, batch: PackedBatch, temperature: float = 1.0) -> Tokens:
+        """What a loss would see of this micro-batch now, without gradients: for `algorithms.first_pass`."""
+        return self._tokens(batch, *self.logprobs(batch, temperature))
 
     def reset_optimizer(self, options: OptimizerConfig) -> None:
         """Start a new AdamW with these settings and empty moments. The rate is given with each update."""
@@ -264,9 +272,12 @@ class Policy:
             "rows_N": self._tensor(batch.rows_N),
             "targets_N": self._tensor(batch.targets_N),
             "temperature": temperature,
+            **({"others_NK": self._tensor(batch.extras[TOP_IDS]).long()} if TOP_IDS in batch.extras else {}),
         }
 
-    def _tokens(self, batch: PackedBatch, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> Tokens:
+    def _tokens(
+        self, batch: PackedBatch, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, *others_NK: torch.Tensor
+    ) -> Tokens:
         return Tokens(
             logprobs_N=logprobs_N,
             rollout_logprobs_N=self._tensor(batch.rollout_logprobs_N),
@@ -275,7 +286,10 @@ class Policy:
             sequence_N=self._tensor(batch.sequence_N),
             sequences=len(batch.lengths_S),
             entropy_N=entropy_N,
-            extras={name: self._tensor(column) for name, column in batch.extras.items()},
+            extras={
+                **{name: self._tensor(column) for name, column in batch.extras.items()},
+                **dict(zip(("student_top_logprobs",), others_NK, strict=False)),
+            },
         )
 
     def _tensor(self, array: Any) -> torch.Tensor:
