@@ -17,6 +17,7 @@ from shared.records import Announcement, Group, Receipt, Received, Samples, Samp
 from shared.service import Context, run_service
 
 FAULT = os.environ.get("TEST_FAULT", "")
+SERVICES = 5
 STEP_S = float(os.environ.get("TEST_STEP_S", "0.05"))
 
 
@@ -36,6 +37,9 @@ async def train(ctx: Context) -> None:
     done = [receipt async for receipt in _receipts(ctx)]
     step = len(done) // ctx.config.groups_per_step
     await announce(ctx, step + 1, step)
+    while len(await ctx.registry.alive()) < SERVICES and not ctx.stopping.is_set():
+        await ctx.beat("waiting for the others")
+        await ctx.sleep(0.1)
     while step < ctx.config.steps and not ctx.stopping.is_set():
         with ctx.metrics.busy():
             await asyncio.sleep(STEP_S)
