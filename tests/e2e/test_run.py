@@ -1,0 +1,179 @@
+"""The whole system on the example, with nothing faked: Megatron, the light engine, gloo broadcasts, a real broker.
+
+One run is harmed while it goes on: a rollout replica, the reward service and the controller are killed with SIGKILL and
+started again by hand, and a newcomer joins with the broker's address and the run's name only. It must finish, and its books
+must balance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.controller.attach import Run, attach
+from services.controller.launchers.broker import read_address
+from shared import wire
+from shared.ledger import Ledger
+from shared.records import Heartbeat, Receipt
+from tests.shared.runs import until
+
+EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
+STEPS, GROUPS = 40, 16
+DEADLINE_S = 240.0
+
+
+class Example:
+    """`slipstream up` on the example, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.workdir = folder / "runs/sort-letters"
+        self.report = folder / "report.json"
+        self.processes: list[Process] = []
+
+    async def cli(self, *arguments: str) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.controller.cli",
+            *arguments,
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[2]), "OMP_NUM_THREADS": "1"},
+            stdin=DEVNULL,
+            stdout=(self.folder / "output.txt").open("ab"),
+            stderr=STDOUT,
+        )
+        self.processes.append(process)
+        return process
+
+    async def up(self, *sets: str) -> Process:
+        options = [
+            part for value in (f"steps={STEPS}", f"model.path={self.folder}/model", *sets) for part in ("--set", value)
+        ]
+        return await self.cli("up", str(EXAMPLE), *options, "--report", str(self.report))
+
+    async def url(self) -> str:
+        file = self.workdir / "broker.json"
+        await until(lambda: read_address(file), "the private broker is up", DEADLINE_S)
+        address = read_address(file)
+        assert address is not None
+        return address.url
+
+    @asynccontextmanager
+    async def attached(self) -> AsyncIterator[Run]:
+        url = await self.url()
+        async with attach(url, "sort-letters", create=True) as run:
+            await until(run.state, "the run is set up", DEADLINE_S)
+            yield run
+
+    async def close(self) -> None:
+        for process in self.processes:
+            if process.returncode is None:
+                process.send_signal(signal.SIGKILL)
+                await process.wait()
+
+
+@pytest.fixture
+async def example(tmp_path: Path) -> AsyncIterator[Example]:
+    example = Example(tmp_path)
+    yield example
+    await example.close()
+
+
+async def until_trained(run: Run, groups: int) -> None:
+    """Read receipts until so many groups are trained."""
+    ledger = Ledger()
+    async with asyncio.timeout(DEADLINE_S):
+        async for message, _ in run.queue.read("receipts", live=True):
+            ledger.apply(wire.decode(message, Receipt))
+            if ledger.trained >= groups:
+                return
+
+
+async def heartbeat(run: Run, replica: str) -> Heartbeat | None:
+    return next((beat for beat in await run.registry.alive() if beat.replica == replica), None)
+
+
+async def kill(run: Run, replica: str) -> None:
+    beat = await heartbeat(run, replica)
+    assert beat is not None, f"{replica} is not there"
+    os.kill(beat.pid, signal.SIGKILL)
+
+
+async def test_a_run_survives_the_death_of_services_and_takes_in_a_newcomer(example: Example):
+    up = await example.up()
+    async with example.attached() as run:
+        serve = ("--nats", run.url, "--run", run.name)
+        await until_trained(run, 4 * GROUPS)
+        await example.cli("serve", "rollout", *serve, "--replica", "newcomer")
+        for number, replica in enumerate(("rollout-1", "reward-0", "controller-0"), start=1):
+            await until_trained(run, (4 + 4 * number) * GROUPS)
+            await kill(run, replica)
+            await example.cli("serve", replica.split("-")[0], *serve, "--replica", replica)
+        await until(lambda: up.returncode is not None, "the run ends", DEADLINE_S)
+    output = (example.folder / "output.txt").read_text()
+    assert up.returncode == 0, output[-4000:]
+    report = json.loads(example.report.read_text())
+    assert report["balanced"], report["faults"]
+    assert report["faults"] == []
+    assert report["trained"] == STEPS * GROUPS
+    assert report["pending"] == 0
+    assert report["staleness_max"] <= 1
+    assert report["reward_last"] > report["reward_first"] + 0.2
+    assert report["replicas"]["newcomer"]["trained"] > 0, "the newcomer took no part"
+    assert report["replicas"]["rollout-1"]["trained"] > 0
+
+
+async def test_ctrl_c_drains_and_the_same_command_goes_on(example: Example):
+    sets = ("steps=12", "trainer.warm_start.steps=40", "eval.prompts=null")
+    up = await example.up(*sets)
+    async with example.attached() as run:
+        await until_trained(run, 3 * GROUPS)
+        up.send_signal(signal.SIGINT)
+        await until(lambda: up.returncode is not None, "the run drains", DEADLINE_S)
+    assert up.returncode == 130, (example.folder / "output.txt").read_text()[-4000:]
+    stopped = json.loads(example.report.read_text())
+    assert stopped["faults"] == []
+    assert 3 * GROUPS <= stopped["trained"] < 12 * GROUPS
+    again = await example.up(*sets)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await again.wait() == 0, (example.folder / "output.txt").read_text()[-4000:]
+    finished = json.loads(example.report.read_text())
+    assert finished["balanced"]
+    assert finished["trained"] == 12 * GROUPS
+    assert finished["issued"] == finished["trained"] + sum(finished["dropped"].values())
+
+
+async def test_a_killed_trainer_goes_on_from_its_checkpoint(example: Example):
+    sets = ("steps=16", "trainer.warm_start.steps=40", "eval.prompts=null", "trainer.checkpoint.every=4")
+    up = await example.up(*sets)
+    async with example.attached() as run:
+        await until_trained(run, 6 * GROUPS)
+        await kill(run, "trainer-0")
+        await until(lambda: up.returncode is not None, "up says that the trainer died", DEADLINE_S)
+    again = await example.up(*sets)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await again.wait() == 0, (example.folder / "output.txt").read_text()[-4000:]
+    report = json.loads(example.report.read_text())
+    assert report["balanced"], report["faults"]
+    assert report["rollbacks"] == 1
+    assert report["trained"] == 16 * GROUPS
+    assert report["staleness_max"] <= 1
+
+
+async def test_the_audit_of_a_finished_run_needs_only_its_folder(example: Example):
+    up = await example.up("steps=3", "trainer.warm_start.steps=20", "eval.prompts=null")
+    async with asyncio.timeout(DEADLINE_S):
+        assert await up.wait() == 0, (example.folder / "output.txt").read_text()[-4000:]
+    checked = await example.cli("audit", str(EXAMPLE), "--set", f"model.path={example.folder}/model")
+    async with asyncio.timeout(60):
+        assert await checked.wait() == 0, (example.folder / "output.txt").read_text()[-4000:]
