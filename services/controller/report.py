@@ -2,7 +2,8 @@
 
 `build` is pure: evidence in, a dictionary of plain values out; `write` puts it down atomically. Keys and their meaning:
 
-    reward_first, reward_last   mean reward of the trained groups over the first / last `reward_window` updates
+    reward_first                mean reward of the updates 0 to max_staleness: drawn before training could have an effect
+    reward_last                 mean reward of the last `reward_window` updates
     reward_by_step              mean reward of each update's groups
     staleness_max, _histogram   age in steps of every trained sample's oldest token, recounted from the trajectories log
     issued ... balanced         the ledger; `faults` are the audit's findings
@@ -149,8 +150,9 @@ def _rewards(evidence: Evidence, ledger: Ledger) -> dict[str, Any]:
             by_step.setdefault(receipt.step, []).append(reward)
     curve = [round(fmean(by_step[step]), 6) for step in sorted(by_step)]
     window = min(REWARD_WINDOW, len(curve))
+    untrained = evidence.config.max_staleness + 1
     return {
-        "reward_first": round(fmean(curve[:window]), 6) if curve else None,
+        "reward_first": round(fmean(curve[:untrained]), 6) if curve else None,
         "reward_last": round(fmean(curve[-window:]), 6) if curve else None,
         "reward_window": window,
         "reward_by_step": curve,

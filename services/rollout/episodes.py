@@ -54,7 +54,9 @@ def generate_request(group: Group, prompt_ids: list[int], eos_id: int, delivery:
     }
 
 
-def collect(answers: list[dict[str, Any]], expected: int, tokenizer: Tokenizer, step_of: Callable[[int], int]) -> Samples:
+def collect(
+    answers: list[dict[str, Any]], expected: int, tokenizer: Tokenizer, step_of: Callable[[int], int]
+) -> Samples:
     """The samples in the engine's answers. `step_of` gives the step of a version; KeyError from it refuses the answer."""
     if len(answers) != expected:
         raise EpisodeError(f"asked for {expected} samples, the engine answered {len(answers)}")
@@ -71,7 +73,9 @@ def collect(answers: list[dict[str, Any]], expected: int, tokenizer: Tokenizer, 
         if tokens != list(answer["output_ids"]):
             raise EpisodeError(f"sample {number}: output_ids and output_token_logprobs name different tokens")
         ids.append(tokens)
-        logprobs.append([float("nan") if entry[0] is None else float(entry[0]) for entry in meta["output_token_logprobs"]])
+        logprobs.append(
+            [float("nan") if entry[0] is None else float(entry[0]) for entry in meta["output_token_logprobs"]]
+        )
         finish.append(kind)
         for span in meta["weight_versions"]:
             version = int(span["version"])

@@ -140,7 +140,7 @@ def summary(built: dict[str, Any], outcome: Outcome, options: Options) -> list[s
     """What a person wants to know at the end."""
     lines = [f"{outcome.kind} after {built['steps']} steps" + (f": {outcome.why}" if outcome.why else "")]
     if (window := built["reward_window"]) > 0:
-        lines.append(f"reward {built['reward_first']:.3f} -> {built['reward_last']:.3f} (means of {window} steps)")
+        lines.append(f"reward {built['reward_first']:.3f} -> {built['reward_last']:.3f} (mean of the last {window} steps)")
         lines.append(f"oldest trained token {built['staleness_max']} steps, bound {built['staleness_bound']}")
     if (before := built["evaluation"]["before"]) is not None:
         after = built["evaluation"]["after"]
