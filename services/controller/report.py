@@ -150,7 +150,7 @@ def _rewards(evidence: Evidence, ledger: Ledger) -> dict[str, Any]:
             by_step.setdefault(receipt.step, []).append(reward)
     curve = [round(fmean(by_step[step]), 6) for step in sorted(by_step)]
     window = min(REWARD_WINDOW, len(curve))
-    untrained = evidence.config.max_staleness + 1
+    untrained = 1 + (evidence.config.max_staleness if evidence.config else 0)
     return {
         "reward_first": round(fmean(curve[:untrained]), 6) if curve else None,
         "reward_last": round(fmean(curve[-window:]), 6) if curve else None,
