@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shared import columns
 from shared.config import ConfigError, RunConfig
 from shared.subjects import STREAMS, Subjects
 
@@ -104,9 +105,10 @@ def consumer_config(name: str, filter_subject: str, ack_wait_s: float) -> dict[s
 
 
 def group_bytes(config: RunConfig) -> int:
-    """The largest message of one group: ids, log-probabilities, advantages and mask of every token, and the texts."""
+    """The largest message of one group: ids, log-probabilities, advantages, mask and columns of every token, and the texts."""
     tokens = config.samples_per_group * config.sampling.max_new_tokens
-    return tokens * (4 + 4 + 4 + 1 + 5) + config.sampling.max_prompt_tokens * (4 + 5) + 8192
+    added = 4 * sum(columns.needed(config).values())
+    return tokens * (4 + 4 + 4 + 1 + 5 + added) + config.sampling.max_prompt_tokens * (4 + 5) + 8192
 
 
 def needs(config: RunConfig) -> dict[str, int]:

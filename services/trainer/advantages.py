@@ -176,6 +176,8 @@ def _of_group(group: Group, table: _Table, run: RunConfig) -> tuple[np.ndarray, 
         return table.flat(np.where(scored_G1, advantages_GT, 0.0)), table.flat(learnt_GT)
     advantages_G = group_advantages(table.rewards_G, options) if _shapes_reward(run) else group.advantages
     assert advantages_G is not None
+    if len(advantages_G) != len(table.counts_G):  # one a token already
+        return table.flat(table.matrix(advantages_G)), None
     shape = len(table.counts_G), int(table.counts_G.max(initial=0))
     return table.flat(np.broadcast_to(advantages_G[:, None], shape)), None
 

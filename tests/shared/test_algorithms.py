@@ -1,6 +1,7 @@
 """The run file's `algorithm:`: typed options by name, defaults of each, and every refused combination with its reason."""
 
 import typing
+from pathlib import Path
 
 import pytest
 import yaml
@@ -44,6 +45,11 @@ def test_every_algorithm_runs_with_its_own_defaults_at_any_staleness(name, stale
     assert config.loads(loaded.dump()) == loaded
     assert loaded.algorithm.max_tokens == 100, "resolved from sampling.max_new_tokens"
     assert BY_NAME[name](name=name).max_tokens is None, "and the type's own default stays what it is"
+
+
+def test_the_page_names_every_algorithm():
+    page = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
+    assert [name for name in BY_NAME if f"| `{name}` |" not in page] == []
 
 
 def test_without_a_name_it_is_grpo():

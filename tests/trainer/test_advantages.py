@@ -96,6 +96,14 @@ def test_a_plain_group_keeps_what_the_reward_service_computed() -> None:
     assert not needs_whole_update(run)
 
 
+def test_advantages_by_token_pass_through_where_a_token_is_trained() -> None:
+    run = run_of({"name": "grpo"})
+    group = group_of([1.0, 0.0], [3, 1], run, mask=[1, 0, 1, 1])
+    group.advantages = floats([0.5, 9.0, -0.5, 0.25])
+    (found,) = token_advantages([group], run)
+    assert found.advantages_N.tolist() == [0.5, 0.0, -0.5, 0.25]
+
+
 def test_batch_deviation_of_the_archive() -> None:
     run = run_of({"name": "grpo", "advantage": {"scale": "batch_std"}})
     assert needs_whole_update(run)
