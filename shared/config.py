@@ -138,6 +138,21 @@ class WarmStartConfig(Section):
     """Its own; the moments are not carried over."""
 
 
+class PreferencesConfig(Section):
+    source: str
+    """A .jsonl file of {prompt, chosen, rejected}, or a dotted path of `preferences(seed, index) -> {...}` with these keys."""
+    steps: int = Field(..., ge=1)
+    """Updates."""
+    batch: int = Field(32, ge=1)
+    """Pairs an update."""
+    beta: float = Field(0.1, gt=0)
+    """Strength of the hold on the policy that the phase begins with."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs that count the other way round (conservative DPO)."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    """Its own; the moments are not carried over."""
+
+
 class CheckpointConfig(Section):
     every: int = Field(10, ge=1)
     """Steps between checkpoints. What came after the last one is trained again from the queue if the trainer dies."""
@@ -152,6 +167,8 @@ class TrainerConfig(Section):
     """Of the policy."""
     warm_start: WarmStartConfig | None = None
     """A supervised phase of the same trainer before the first step."""
+    preferences: PreferencesConfig | None = None
+    """A preference phase (DPO) after it, before the first step."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save and what to keep."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

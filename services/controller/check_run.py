@@ -25,6 +25,7 @@ def problems(config: RunConfig) -> list[str]:
         lambda: check_model(config),
         lambda: check_prompts(config, config.prompts, "prompts"),
         lambda: check_warm_start(config),
+        lambda: check_preferences(config),
     ]
     if config.eval.prompts is not None:
         held_out = config.eval.prompts
@@ -70,20 +71,28 @@ def check_reward(config: RunConfig, reward: RewardFunction, number: int) -> None
 
 def check_warm_start(config: RunConfig) -> None:
     """The first demonstration has a prompt and a completion."""
-    if (warm := config.trainer.warm_start) is None:
+    if (warm := config.trainer.warm_start) is not None:
+        check_records(config, warm.source, "trainer.warm_start.source", ("prompt", "completion"))
+
+
+def check_preferences(config: RunConfig) -> None:
+    """The first pair has a prompt and both completions."""
+    if (prefer := config.trainer.preferences) is not None:
+        check_records(config, prefer.source, "trainer.preferences.source", ("prompt", "chosen", "rejected"))
+
+
+def check_records(config: RunConfig, source: str, field: str, keys: tuple[str, ...]) -> None:
+    """The file is there, or the function's first record has these keys."""
+    if source.endswith(".jsonl"):
+        if not Path(config.path(source)).is_file():
+            raise ConfigError(f"{field}: no file {config.path(source)}")
         return
-    field = "trainer.warm_start.source"
-    if warm.source.endswith(".jsonl"):
-        if not Path(config.path(warm.source)).is_file():
-            raise ConfigError(f"{field}: no file {config.path(warm.source)}")
-        return
-    function = config.function(warm.source, field)
+    function = config.function(source, field)
     takes(function, field, ("seed", "index"))
     record = call(function, field, config.seed, 0)
-    if not isinstance(record, dict) or not {"prompt", "completion"} <= set(record):
-        raise ConfigError(
-            f"{field}: {warm.source}(seed, 0) returned {record!r}, expected {{'prompt': ..., 'completion': ...}}"
-        )
+    if not isinstance(record, dict) or not set(keys) <= set(record):
+        expected = ", ".join(f"{key!r}: ..." for key in keys)
+        raise ConfigError(f"{field}: {source}(seed, 0) returned {record!r}, expected {{{expected}}}")
 
 
 def takes(function: Callable[..., Any], field: str, arguments: tuple[str, ...]) -> None:

@@ -5,7 +5,6 @@ N completion tokens of a group, C of a sample. Which columns travel with a group
     reference_logprobs, teacher_logprobs, teacher_top_ids, teacher_top_logprobs   as they are, for the policy's loss
     age                   how many updates old the weights were that drew the token (old_logprobs: interpolated)
     values, returns       for the critic's loss
-    pair, chosen          for dpo: which completion belongs to which, and 1 or -1
 
 `tests/trainer/test_samples.py`.
 """
@@ -13,8 +12,7 @@ N completion tokens of a group, C of a sample. Which columns travel with a group
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -47,42 +45,6 @@ def token_ages(group: Group, update: int) -> np.ndarray:
     order_K = np.argsort(samples.span_sample, kind="stable")  # a sample's own spans follow each other already
     lengths_K = (samples.span_end - samples.span_start)[order_K]
     return np.repeat(np.maximum(update - samples.span_step[order_K], 0), lengths_K).astype("<f4")
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """A pair for dpo, all as token ids; the log-probabilities are the reference's of the completion's tokens."""
-
-    prompt: Sequence[int]
-    chosen: Sequence[int]
-    rejected: Sequence[int]
-    chosen_reference: Sequence[float]
-    rejected_reference: Sequence[float]
-
-
-def preference_samples(preference: Preference, number: int) -> list[TrainSample]:
-    """Both completions of pair `number`; give them to `Packer.add` together."""
-
-    def sample(completion: Sequence[int], reference: Sequence[float], side: float) -> TrainSample:
-        size = len(completion)
-        return TrainSample(
-            group_id=f"pair-{number}",
-            ids=np.asarray([*preference.prompt, *completion], dtype=np.int64),
-            prompt_len=len(preference.prompt),
-            mask=np.ones(size, dtype=np.uint8),
-            logprobs=np.zeros(size, dtype=np.float32),
-            advantage=0.0,
-            extras={
-                "reference_logprobs": np.asarray(reference, dtype=np.float32),
-                "pair": np.full(size, number, dtype=np.int64),
-                "chosen": np.full(size, side, dtype=np.float32),
-            },
-        )
-
-    return [
-        sample(preference.chosen, preference.chosen_reference, 1.0),
-        sample(preference.rejected, preference.rejected_reference, -1.0),
-    ]
 
 
 def _columns(group: Group, run: RunConfig) -> dict[str, np.ndarray]:

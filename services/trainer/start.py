@@ -1,6 +1,6 @@
-"""How a trainer begins: from the newest whole checkpoint, or from the model folder by way of the supervised phase.
+"""How a trainer begins: from the newest whole checkpoint, or from the model folder by way of what comes before.
 
-What a checkpoint holds is complete: a resumed trainer needs neither the supervised phase nor any message that the checkpoint
+What a checkpoint holds is complete: a resumed trainer needs neither the earlier phases nor any message that the checkpoint
 covers. A damaged checkpoint is passed over with an event, never in silence.
 """
 
@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ import torch
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.intake import Rollback
 from services.trainer.megatron.policy import Policy
+from services.trainer.preferences import Pair, PreferenceStep, preference_pair, run_preferences
 from services.trainer.warm_start import Demonstration, WarmStep, run_warm_start
 from services.trainer.window import Window
-from shared.config import ConfigError, RunConfig, WarmStartConfig
+from shared.config import ConfigError, PreferencesConfig, RunConfig, WarmStartConfig
 from shared.records import Group
 from shared.service import Context
 from shared.tokenizer import Tokenizer
@@ -70,8 +71,7 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
     policy = await ctx.compute(_build, config)
     checkpoint: Checkpoint | None = await ctx.compute(store.load)
     if checkpoint is None:
-        if config.trainer.warm_start is not None:
-            await _warm_up(ctx, policy, config.trainer.warm_start)
+        await _phases(ctx, policy)
         start = Start(policy, Window(config.window), 0, [], resumed=False)
         await ctx.compute(store.save, 0, policy.state_dict(), meta_of(start.window.state(), []))
         return start
@@ -105,30 +105,52 @@ def _build(config: RunConfig) -> Policy:
     )
 
 
-async def _warm_up(ctx: Context, policy: Policy, options: WarmStartConfig) -> None:
-    """The supervised phase. Told to stop in the middle of it, the service leaves and a later one does it anew."""
-    config, newest = ctx.config, [WarmStep(0, options.steps, float("nan"), 0.0, 0.0, 0)]
+Report = Callable[[WarmStep | PreferenceStep], None]
 
-    def on_step(step: WarmStep) -> None:
-        newest[0] = step
+
+async def _phases(ctx: Context, policy: Policy) -> None:
+    """What comes before reinforcement learning: the supervised phase and the preference phase, each if it is asked for."""
+    config, budget = ctx.config, ctx.config.trainer.micro_batch_tokens
+    if (warm := config.trainer.warm_start) is not None:
+        await _phase(
+            ctx,
+            "warm_start",
+            warm.steps,
+            lambda report: run_warm_start(
+                policy, demonstrations(config, warm), warm, token_budget=budget, on_step=report
+            ),
+        )
+    if (prefer := config.trainer.preferences) is not None:
+        await _phase(
+            ctx,
+            "preferences",
+            prefer.steps,
+            lambda report: run_preferences(policy, pairs(config, prefer), prefer, token_budget=budget, on_step=report),
+        )
+    if warm or prefer:
+        await ctx.compute(policy.reset_optimizer, config.trainer.optimizer)
+
+
+async def _phase(ctx: Context, name: str, steps: int, work: Callable[[Report], Any]) -> None:
+    """One phase, with its progress told. Told to stop in the middle of it, the service leaves and a later one does it anew."""
+    newest: list[WarmStep | PreferenceStep] = []
+
+    def report(step: WarmStep | PreferenceStep) -> None:
+        newest[:] = [step]
         if ctx.stopping.is_set():
-            raise Interrupted(f"stopped in the supervised phase, at update {step.step} of {step.steps}")
+            raise Interrupted(f"stopped in the phase {name}, at update {step.step} of {step.steps}")
 
-    def work() -> None:
-        stream = demonstrations(config, options)
-        run_warm_start(policy, stream, options, token_budget=config.trainer.micro_batch_tokens, on_step=on_step)
-        policy.reset_optimizer(config.trainer.optimizer)
-
-    await ctx.events.publish("warm_start", f"{options.steps} supervised updates begin", steps=options.steps)
-    started, task = time.monotonic(), asyncio.create_task(ctx.compute(work))
+    await ctx.events.publish(name, f"{steps} updates begin", steps=steps)
+    started, task = time.monotonic(), asyncio.create_task(ctx.compute(work, report))
     while not task.done():
         await asyncio.wait({task}, timeout=1.0)
-        last = newest[0]
-        await ctx.beat("warm start", progress=last.step, steps=last.steps)
-        ctx.metrics.emit(warm_start_step=last.step, warm_start_steps=last.steps, warm_start_loss=last.loss)
+        done, loss = (newest[0].step, newest[0].loss) if newest else (0, float("nan"))
+        await ctx.beat(name.replace("_", " "), progress=done, steps=steps)
+        ctx.metrics.emit(step=None, **{f"{name}_step": done, f"{name}_steps": steps, f"{name}_loss": loss})
     task.result()
     took = time.monotonic() - started
-    await ctx.events.publish("warm_start_done", f"loss {newest[0].loss:.3f} after {took:.1f} s", loss=newest[0].loss)
+    loss = newest[0].loss if newest else float("nan")
+    await ctx.events.publish(f"{name}_done", f"loss {loss:.3f} after {took:.1f} s", loss=loss)
 
 
 def demonstrations(config: RunConfig, options: WarmStartConfig) -> Iterable[Demonstration]:
@@ -138,28 +160,46 @@ def demonstrations(config: RunConfig, options: WarmStartConfig) -> Iterable[Demo
     def tokenise(record: dict[str, Any]) -> Demonstration:
         return tokenizer.encode_prompt(record["prompt"]), tokenizer.encode_completion(record["completion"])
 
-    if options.source.endswith(".jsonl"):
-        records = _read_file(config.path(options.source))
+    records = _records(config, options.source, "trainer.warm_start.source", ("completion",))
+    return [tokenise(record) for record in records] if isinstance(records, list) else map(tokenise, records)
+
+
+def pairs(config: RunConfig, options: PreferencesConfig) -> Iterable[Pair]:
+    """Tokenised preference pairs, from a file or a function, likewise."""
+    tokenizer = Tokenizer(config.path(config.model.path))
+    records = _records(config, options.source, "trainer.preferences.source", ("chosen", "rejected"))
+    for number, record in enumerate(records):
+        better, worse = (tokenizer.encode_completion(record[name]) for name in ("chosen", "rejected"))
+        yield preference_pair(tokenizer.encode_prompt(record["prompt"]), better, worse, name=f"pair-{number}")
+
+
+def _records(config: RunConfig, source: str, field: str, texts: tuple[str, ...]) -> Iterable[dict[str, Any]]:
+    """A list from a file, endless from a function."""
+    if source.endswith(".jsonl"):
+        records = _read_file(config.path(source), field, texts)
         random.Random(config.seed).shuffle(records)
-        return [tokenise(record) for record in records]
-    make = config.function(options.source, "trainer.warm_start.source")
-    return (tokenise(make(config.seed, index)) for index in itertools.count())
+        return records
+    make = config.function(source, field)
+    return (make(config.seed, index) for index in itertools.count())
 
 
-def _read_file(path: Path) -> list[dict[str, Any]]:
+def _read_file(path: Path, field: str, texts: tuple[str, ...]) -> list[dict[str, Any]]:
     records = []
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trainer.warm_start.source: cannot read {path} ({error})") from error
+        raise ConfigError(f"{field}: cannot read {path} ({error})") from error
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}:{number}: not JSON ({error})") from error
-        if not isinstance(record, dict) or "prompt" not in record or not isinstance(record.get("completion"), str):
-            raise ConfigError(f"{path}:{number}: expected an object with `prompt` and `completion`")
+        whole = isinstance(record, dict) and "prompt" in record
+        if not whole or not all(isinstance(record.get(name), str) for name in texts):
+            raise ConfigError(
+                f"{path}:{number}: expected an object with {', '.join(f'`{name}`' for name in ('prompt', *texts))}"
+            )
         records.append(record)
     if not records:
-        raise ConfigError(f"trainer.warm_start.source: {path} holds no demonstration")
+        raise ConfigError(f"{field}: {path} is empty")
     return records

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from services.trainer.advantages import TokenAdvantages, token_advantages
-from services.trainer.batches import Packer, SampleTooLong, pack
-from services.trainer.samples import Preference, critic_samples, policy_samples, preference_samples, token_ages
+from services.trainer.batches import pack
+from services.trainer.samples import critic_samples, policy_samples, token_ages
 from shared import columns, wire
 from shared.records import Group, ints
 from tests.trainer.test_advantages import group_of, run_of
@@ -113,17 +113,3 @@ def test_no_trained_token_at_all_can_be_packed() -> None:
     (batch,) = pack(policy_samples(group, found, run, update=0), 100)
     assert len(batch.mask_N) == 0
     assert batch.extras["teacher_top_ids"].shape == (0, 2)
-
-
-def test_both_completions_of_a_pair_share_a_micro_batch() -> None:
-    pairs = [Preference([1, 2], [3] * 4, [4] * 3, [-1.0] * 4, [-2.0] * 3) for _ in range(5)]
-    packer = Packer(30)  # a pair has 11 tokens
-    batches = [b for number, pair in enumerate(pairs) for b in packer.add(*preference_samples(pair, number))]
-    batches += packer.flush()
-    assert [len(batch.lengths_S) for batch in batches] == [4, 4, 2]
-    for batch in batches:
-        for number in np.unique(batch.extras["pair"]):
-            sides = batch.extras["chosen"][batch.extras["pair"] == number]
-            assert sorted(sides) == [-1, -1, -1, 1, 1, 1, 1]
-    with pytest.raises(SampleTooLong, match="pair-0: 2 sequences that belong together of 11 tokens"):
-        Packer(10).add(*preference_samples(pairs[0], 0))
