@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shared.algorithms import (
     CispoConfig,
     DapoConfig,
+    DecoupledPpoConfig,
     DrGrpoConfig,
     GspoConfig,
     PolicyOptions,
@@ -118,6 +119,11 @@ def _kl(options: PolicyOptions) -> Iterator[str]:
 
 def _own(run: RunConfig) -> Iterator[str]:
     options = run.algorithm
+    if isinstance(options, DecoupledPpoConfig) and options.old_logprobs == "rollout":
+        yield (
+            "algorithm.old_logprobs: with 'rollout' the recent policy of decoupled_ppo is the one that sampled, so nothing is "
+            "decoupled; use 'interpolated' or 'trainer', or choose grpo or ppo"
+        )
     if isinstance(options, DapoConfig):
         if "zero_variance" not in run.reward.filters:
             yield (

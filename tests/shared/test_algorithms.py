@@ -122,6 +122,7 @@ def test_a_wrong_option_is_named_by_its_path(algorithm, message):
         ({"name": "dapo"}, {}, "reward.filters: dapo's dynamic sampling drops groups"),
         ({"name": "dapo", "overlong_buffer": 101}, NEEDS["dapo"], "algorithm.overlong_buffer: 101 exceeds"),
         ({"name": "cispo", "old_logprobs": "trainer"}, {}, "cispo would be a plain policy gradient; use 'rollout'"),
+        ({"name": "decoupled_ppo", "old_logprobs": "rollout"}, {}, "so nothing is decoupled; use 'interpolated'"),
         ({"name": "gspo", "advantage": {"name": "returns"}}, {}, "algorithm.form: advantages that differ by token"),
         ({"name": "sapo", "level": "sequence", "advantage": {"name": "returns"}}, {}, "algorithm.level: advantages that"),
         ({"max_tokens": 5}, {}, "algorithm.max_tokens: only the reduction 'constant' divides by it"),

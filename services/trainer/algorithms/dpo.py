@@ -34,7 +34,6 @@ def dpo(
         "denominator": count,
         "tokens": tokens.mask_N.sum(),
         "pairs": count,
-        "pair_margin": margin_P.detach().sum(),
         "pair_accuracy": (margin_P.detach() > 0).to(margin_P.dtype).sum(),
     }
     return loss, metrics

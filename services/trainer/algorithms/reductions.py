@@ -20,7 +20,7 @@ from shared.algorithms import Reduction
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The completion tokens of a micro-batch. Only `logprobs_N` carries a gradient."""
+    """The completion tokens of a micro-batch. `logprobs_N` carries the gradient, and so does the extra `student_top_logprobs`."""
 
     logprobs_N: torch.Tensor
     """Log-probability of each token under the policy being trained, at the sampling temperature."""
@@ -28,8 +28,8 @@ class Tokens:
     """The engine's, when it drew the token. Always finite: zero where the engine gave none, and there the mask is unset."""
     advantages_N: torch.Tensor
     mask_N: torch.Tensor
-    """Bool: the token counts. Tokens that an environment wrote are not listed at all; unset here means that the engine gave
-    no finite log-probability."""
+    """Bool: the token counts. Tokens that an environment wrote are not listed at all; unset here means that the engine, or a
+    stage that added a column, gave no finite number."""
     sequence_N: torch.Tensor
     """Which of the S sequences the token belongs to, ascending."""
     sequences: int
@@ -39,7 +39,7 @@ class Tokens:
     entropy_N: torch.Tensor | None = None
     """Of the policy's distribution at each token, without a gradient."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Columns that a pipeline stage added, such as reference or teacher log-probabilities."""
+    """Columns that a pipeline stage added, such as reference or teacher log-probabilities: see services/trainer/samples.py."""
 
 
 class Loss(Protocol):
