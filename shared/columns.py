@@ -13,6 +13,7 @@ teacher or a reference that fails is seen. An entry that is not finite leaves th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +28,7 @@ WIDE = frozenset({"teacher_top_ids", "teacher_top_logprobs"})
 
 
 def needed(run: RunConfig) -> dict[str, int]:
-    """Column -> entries a token, for the groups that this run's trainer takes."""
+    """Column -> entries a token, of every group that is trained on."""
     options = run.algorithm
     columns = {}
     if options.kl.coef > 0:
@@ -41,15 +42,21 @@ def needed(run: RunConfig) -> dict[str, int]:
     return columns
 
 
-def missing(group: Group, run: RunConfig) -> str | None:
-    """Why the trainer must refuse this group, or None."""
+def travelling(run: RunConfig) -> dict[str, int]:
+    """Those of them that a group brings along; a reference inside the trainer's process adds its own there."""
+    inside = {"reference_logprobs"} if run.reference is not None and run.reference.place == "trainer" else set()
+    return {name: width for name, width in needed(run).items() if name not in inside}
+
+
+def missing(group: Group, expected: Mapping[str, int]) -> str | None:
+    """Why the trainer must refuse this group, or None. `expected`: `travelling` on arrival, `needed` before training."""
     have: dict[str, np.ndarray] = {**group.columns, **group.id_columns}
-    for name, width in needed(run).items():
+    for name, width in expected.items():
         if name not in have:
             return (
                 f"{group.id}: the column {name!r} is missing; its stage must add it before the trainer takes the group"
             )
-        expected = (width,) if name in WIDE else ()
-        if have[name].shape[1:] != expected:
-            return f"{group.id}: the column {name!r} has the shape {have[name].shape}, expected {expected} a token"
+        shape = (width,) if name in WIDE else ()
+        if have[name].shape[1:] != shape:
+            return f"{group.id}: the column {name!r} has the shape {have[name].shape}, expected {shape} a token"
     return None

@@ -107,7 +107,7 @@ def consumer_config(name: str, filter_subject: str, ack_wait_s: float) -> dict[s
 def group_bytes(config: RunConfig) -> int:
     """The largest message of one group: ids, log-probabilities, advantages, mask and columns of every token, and the texts."""
     tokens = config.samples_per_group * config.sampling.max_new_tokens
-    added = 4 * sum(columns.needed(config).values())
+    added = 4 * sum(columns.travelling(config).values())
     return tokens * (4 + 4 + 4 + 1 + 5 + added) + config.sampling.max_prompt_tokens * (4 + 5) + 8192
 
 

@@ -134,7 +134,7 @@ def _table(group: Group, run: RunConfig) -> _Table:
     samples = group.samples
     if samples is None or group.rewards is None or group.advantages is None:
         raise ValueError(f"{group.id}: no samples, rewards or advantages; the reward service must fill them first")
-    if problem := columns.missing(group, run):
+    if problem := columns.missing(group, columns.needed(run)):
         raise ValueError(problem)
     trained_N = (samples.mask != 0) & np.isfinite(samples.logprobs)
     for name in columns.needed(run).keys() & group.columns.keys():

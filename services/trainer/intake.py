@@ -112,7 +112,7 @@ class Intake:
             group = wire.decode(delivery.data, Group)
             if group.samples is None or group.advantages is None or group.prompt_ids is None:
                 raise wire.WireError(f"{group.id}: no samples, advantages or prompt_ids")
-            if problem := columns.missing(group, self.ctx.config):
+            if problem := columns.missing(group, columns.travelling(self.ctx.config)):
                 raise wire.WireError(problem)
         except wire.WireError as error:
             await self.ctx.queue.bury(delivery, "trainer", str(error))

@@ -48,7 +48,7 @@ def token_ages(group: Group, update: int) -> np.ndarray:
 
 
 def _columns(group: Group, run: RunConfig) -> dict[str, np.ndarray]:
-    if problem := columns.missing(group, run):
+    if problem := columns.missing(group, columns.needed(run)):
         raise ValueError(problem)
     have: dict[str, np.ndarray] = {**group.columns, **group.id_columns}
     return {name: have[name] for name in columns.needed(run)}

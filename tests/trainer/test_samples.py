@@ -49,7 +49,7 @@ def test_every_column_reaches_the_samples_that_need_it() -> None:
         "teacher_top_logprobs": 2,
         "values": 1,
     }
-    assert columns.missing(wire.decode(wire.encode(group), Group), run) is None
+    assert columns.missing(wire.decode(wire.encode(group), Group), columns.needed(run)) is None
     (found,) = token_advantages([group], run)
     first, second = policy_samples(group, found, run, update=3)
     assert set(first.extras) == {
@@ -74,11 +74,20 @@ def test_a_group_without_a_column_is_refused() -> None:
     (found,) = token_advantages([group], run)
     for name in ("teacher_logprobs", "reference_logprobs"):
         spoilt = replace(group, columns={n: c for n, c in group.columns.items() if n != name})
-        assert columns.missing(spoilt, run) is not None
+        assert columns.missing(spoilt, columns.needed(run)) is not None
         with pytest.raises(ValueError, match=f"0-0: the column '{name}' is missing"):
             list(policy_samples(spoilt, found, run, update=0))
     with pytest.raises(ValueError, match="columns: values has shape"):
         replace(group, columns={"values": group.columns["values"][:-1]})
+
+
+def test_a_reference_inside_the_trainer_is_not_expected_on_arrival() -> None:
+    for place, expected in (("service", {"reference_logprobs": 1}), ("trainer", {})):
+        run = run_of({"kl": {"coef": 0.1}}, reference={"place": place})
+        assert columns.travelling(run) == expected
+        assert columns.needed(run) == {"reference_logprobs": 1}
+        group = group_of([1.0, 0.0], [1, 1], run)
+        assert (columns.missing(group, columns.travelling(run)) is None) == (place == "trainer")
 
 
 def test_ages_follow_the_spans_and_never_fall_below_zero() -> None:
