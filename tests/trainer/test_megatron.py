@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,22 @@ def test_compatibility_parts_can_be_chosen_and_are_checked() -> None:
 
     with pytest.raises(CompatError, match=r"unknown part 'jot'; known are jit, device, literal, rng"):
         install("jot")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is compiled")
+def test_nothing_is_compiled_so_that_no_c_compiler_is_needed(make_policy: Callable[..., Any]) -> None:
+    """Neither what megatron wrapped at its import nor what it wraps in modules that are imported later."""
+    make_policy()
+    compiled = [
+        f"{name}.{attribute}"
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.core")
+        for attribute, value in list(vars(module).items())
+        if isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
+    ]
+    assert compiled == []
+    assert sys.modules["megatron.core.jit"].jit_fuser(len) is len
+    assert torch.compile.__module__ == "torch"
 
 
 def test_compatibility_is_needed_and_can_be_switched_off(tied_folder: Path) -> None:

@@ -91,14 +91,19 @@ def _rng() -> None:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Fused functions are wrapped in torch.compile at import, which costs a C++ build of up to a minute at the first call."""
-    from torch._dynamo import config as dynamo
-
-    before, dynamo.disable = dynamo.disable, True
+    """Fused functions are wrapped in torch.compile at import: that needs a C++ compiler and up to a minute at the first call,
+    and loading the compiler itself costs seconds. Megatron keeps what it finds under this name, for later imports too."""
+    before = torch.compile
+    torch.compile = _not_compiled  # type: ignore[assignment]
     try:
         yield
     finally:
-        dynamo.disable = before
+        torch.compile = before  # type: ignore[method-assign]
+
+
+def _not_compiled(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
+    """In place of torch.compile, as a decorator with or without options."""
+    return function if function is not None else lambda decorated: decorated
 
 
 @contextmanager

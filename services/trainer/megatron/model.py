@@ -108,8 +108,8 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, native: d
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "masked_softmax_fusion": False,
-        # Fuses by hand what torch would otherwise do in more passes; needs neither package.
-        "bias_activation_fusion": True,
+        # Megatron's own SwiGLU is faster than torch's only where it is compiled, and compat.py compiles nothing on a CPU.
+        "bias_activation_fusion": torch.cuda.is_available(),
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         # Weights always come from the folder: drawing random ones first would only cost time.
