@@ -23,7 +23,7 @@ from shared.service import Context, ServiceFailed
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.5
+TICK_S = 1.0
 GRACEFUL_S = 5
 
 

@@ -97,7 +97,7 @@ class Copier:
         for index, buffer in enumerate(spare):
             if len(buffer) == wanted:
                 return spare.pop(index)
-        return torch.empty(wanted, dtype=torch.uint8)
+        return torch.empty(wanted, dtype=torch.uint8, device="cpu")
 
 
 def write_snapshot(

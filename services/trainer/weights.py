@@ -113,9 +113,10 @@ class WeightPublisher:
             await self.settled()
         except (ServiceFailed, DcsUnavailable, OSError) as error:
             log.warning("the last publication was not finished: %s", error)
-        await self._in_thread(self._leave)
-        self._thread.shutdown(wait=False)
-        await self._dcs.close()
+        finally:
+            await self._in_thread(self._leave)
+            self._thread.shutdown(wait=False)
+            await self._dcs.close()
 
     # -- one publication ----------------------------------------------------------------------------------------------
 

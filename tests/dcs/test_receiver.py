@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +65,21 @@ async def test_old_announcements_are_skipped(world: World) -> None:
     reading.cancel()
 
 
+async def test_only_a_broadcast_that_counts_on_this_very_engine_is_joined(world: World) -> None:
+    publisher = await world.publisher()
+    await world.publish(publisher, 0)
+    a = await world.replica("rollout-a")
+    await world.publish(publisher, 1)
+    await publisher.settled()
+    told = (await world.announced())[-1]
+    assert told.group is not None
+    assert a.receiver._rank_in(told) == 1
+    assert a.receiver._rank_in(replace(told, at=time.time() - 60)) is None
+    assert a.receiver._rank_in(replace(told, group=None)) is None
+    before_the_restart = told.group | {"incarnations": {"rollout-a": "of the engine before"}}
+    assert a.receiver._rank_in(replace(told, group=before_the_restart)) is None
+
+
 async def test_versions_that_were_missed_are_made_good_by_the_newest(world: World) -> None:
     publisher = await world.publisher()
     await world.publish(publisher, 0)
@@ -95,6 +112,7 @@ async def test_a_dead_engine_ends_it(world: World) -> None:
     await world.publish(publisher, 1)
     with pytest.raises(EngineDead):
         await a.tasks[0]
+    assert (await world.dcs.version(2))["dropped"] == ["rollout-a"]  # told at once, so that nobody waits for it
     await publisher.settled()
     assert await world.dcs.members() == []
 

@@ -158,6 +158,7 @@ def test_a_failed_broadcast_is_settled_once_the_living_have_answered() -> None:
     version = allocate(v).version
     announce(v, version, now=100.0)
     finish(v, version, ok=False, now=101.0)
+    assert v.state.group is None
     answer(v, version, "a", ok=False)
     assert v.tick(101.0 + FAILED_GRACE_S, None) == ["b"]
     assert v.get(version).phase == "settled"
@@ -262,7 +263,7 @@ def test_a_new_trainer_meets_its_members_anew() -> None:
     v = with_members("a")
     sent(v, 0, members=("a",))
     version = allocate(v, 0, publisher="next").version
-    group = announce(v, version, publisher="next", epoch=0).group
+    group = announce(v, version, publisher="next", epoch=1).group  # whatever epoch it believes in
     assert group is not None
     assert (group.epoch, group.publisher) == (2, "next")
 
@@ -334,6 +335,7 @@ class Story(RuleBasedStateMachine):
         if known.group is not None:
             fixed = (known.group.publisher, known.group.port, [(m.replica, m.incarnation) for m in known.group.members])
             assert known.group.epoch >= self.epoch
+            assert known.group.publisher == publisher
             assert self.groups.setdefault(known.group.epoch, fixed) == fixed, "an epoch is one group"
             self.epoch = known.group.epoch
             ranks = sorted(known.group.ranks().values())
