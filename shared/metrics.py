@@ -6,6 +6,7 @@ Cumulative counters end in `_s` (seconds) or `_total`; everything else is the va
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ from shared.transfer_queue import TransferQueue
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 2.0
+"""Living children are looked for no more often: it means reading about every process of the machine."""
+
 
 class Metrics:
     """Emits this replica's numbers; `busy()` and `wait(what)` add up where its time goes."""
@@ -28,8 +32,7 @@ class Metrics:
         self._queue, self._subject = queue, subjects.metrics(service, replica)
         self._service, self._replica = service, replica
         self._clocks: dict[str, float] = defaultdict(float)
-        self._process = psutil.Process()
-        self._children_s: dict[int, float] = {}
+        self._cpu = CpuClock()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -64,21 +67,36 @@ class Metrics:
                 service=self._service,
                 replica=self._replica,
                 step=step,
-                values={**self._clocks, "cpu_s": self._cpu_seconds(), **clean},
+                values={**self._clocks, "cpu_s": self._cpu.seconds(), **clean},
                 at=time.time(),
             ),
         )
 
-    def _cpu_seconds(self) -> float:
-        """Of this process and its children, dead ones included as far as they were seen alive."""
-        own = self._process.cpu_times()
+
+class CpuClock:
+    """CPU seconds of this process and all its children, and theirs. Never falls; a living child's share is up to LOOK_S old."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._looked = float("-inf")
+        self._living_s = self._ended_s = self._most = 0.0
+
+    def seconds(self) -> float:
+        times = os.times()
+        ended_s = times.children_user + times.children_system
+        if ended_s != self._ended_s or time.monotonic() - self._looked > LOOK_S:
+            self._living_s, self._ended_s, self._looked = self._look(), ended_s, time.monotonic()
+        self._most = max(self._most, times.user + times.system + ended_s + self._living_s)
+        return self._most
+
+    def _look(self) -> float:
+        total = 0.0
         for child in self._process.children(recursive=True):
             try:
-                times = child.cpu_times()
-            except psutil.Error:  # gone between the listing and the look: its last reading stands
-                continue
-            self._children_s[child.pid] = times.user + times.system
-        return own.user + own.system + sum(self._children_s.values())
+                total += sum(child.cpu_times()[:4])  # user, system, and those of its own children that ended
+            except psutil.Error:  # gone between the listing and the look: counted with the ended ones from now on
+                log.debug("process %d has just ended", child.pid)
+        return total
 
 
 class Events:
