@@ -236,7 +236,7 @@ class EmbeddedBroker:
                 self._raise_exit(code)
             if not self.port and ports.is_file():
                 self.port = _port_in(ports)
-            if self.port and _serves_jetstream(self.host, self.port):
+            if self.port and serves_jetstream(self.host, self.port):
                 ports.unlink(missing_ok=True)
                 return
             time.sleep(POLL_S)
@@ -271,7 +271,7 @@ def _port_in(ports: Path) -> int:
     return 0
 
 
-def _serves_jetstream(host: str, port: int) -> bool:
+def serves_jetstream(host: str, port: int) -> bool:
     """The server greets with what it can do; it listens only once its streams are restored."""
     with contextlib.suppress(OSError):
         with socket.create_connection((host, port), timeout=1) as client:

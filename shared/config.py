@@ -283,7 +283,8 @@ class RunConfig(Section):
     window: int = Field(1, ge=1)
     """How far the trainer may look past a group that is not finished (W). 1: strictly in the order of issue."""
     deterministic: bool = False
-    """Seeded sampling that does not depend on the batch around it, and results in the order of issue."""
+    """Two runs of a seed end in the same weights, bit for bit, killed or not. Needs `window: 1`, and functions of yours that
+    depend on their arguments only."""
     workdir: str = "runs/{run}"
     """Checkpoints, snapshots, logs and the private broker's store. Relative to where the command is typed."""
     model: ModelConfig
@@ -315,7 +316,9 @@ class RunConfig(Section):
     broker: BrokerConfig = BrokerConfig()
     """The message broker."""
     heartbeat_ttl_s: float = Field(15.0, ge=2)
-    """A replica that has not written its heartbeat for so long counts as gone."""
+    """A replica that has not written its heartbeat for so long counts as gone; if its process still lives, it is replaced."""
+    hang_timeout_s: float = Field(600.0, ge=2)
+    """One computation of a service (a micro-batch, a checkpoint, loading the model) that takes longer counts as hung."""
     drain_timeout_s: float = Field(30.0, gt=0)
     """What a stopping service may take to finish what it holds; the rest is delivered again to others."""
     base: str = "."

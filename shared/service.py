@@ -8,8 +8,11 @@
 
 A service is `async def main(ctx: Context)`. Its event loop speaks to the broker and nothing else may block it: computing goes
 through `ctx.compute`, into one dedicated thread. `main` watches `ctx.stopping`, which SIGTERM, SIGINT and the end of the run
-set, and returns after finishing what it holds. The heartbeat is written by the worker's own loop (`ctx.beat`), so that a
-replica whose loop hangs falls silent.
+set, and returns after finishing what it holds.
+
+The heartbeat is written by the worker's own loop (`ctx.beat`), never by a bystander, so that a replica whose loop hangs falls
+silent, and its launcher replaces it. Where the loop waits for something long it vouches for that (`ctx.vouch`, `ctx.compute`)
+and goes on beating, for a computation at most `hang_timeout_s`. tests/shared/test_service.py.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from shared import config as run_config
@@ -72,37 +76,60 @@ class Context:
         self.stopping = asyncio.Event()
         self.started = time.time()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{service}-compute")
-        self._progress, self._beaten, self._last_state = 0, 0.0, ""
+        self._heartbeat = Heartbeat(
+            service, replica, "", 0, -1, -1, {}, socket.gethostname(), os.getpid(), self.started, self.started
+        )
+        self._beaten = 0.0
+        self._beating = asyncio.Lock()
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
-        """Run `function` in the one computing thread, so that the loop goes on acknowledging and beating."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        """Run `function` in the one computing thread, so that the loop goes on acknowledging, and beating for as long as
+        `hang_timeout_s`."""
+        work = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        return await self.vouch(work, self.config.hang_timeout_s)
+
+    async def vouch(self, awaitable: Awaitable[T], limit_s: float | None = None) -> T:
+        """The awaitable's result, beating meanwhile. For what ends by a deadline of its own; else `limit_s` says from when on
+        it is taken for hung: this replica is silent then, so that its launcher replaces it."""
+        work, began = asyncio.ensure_future(awaitable), time.monotonic()
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=BEAT_EVERY_S)
+                if not work.done() and (limit_s is None or time.monotonic() - began < limit_s):
+                    await self.beat(self._heartbeat.state)
+            return work.result()
+        finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
 
     async def beat(
-        self, state: str, *, progress: int | None = None, version: int = -1, step: int = -1, **detail: Any
+        self,
+        state: str,
+        *,
+        progress: int | None = None,
+        version: int | None = None,
+        step: int | None = None,
+        **detail: Any,
     ) -> None:
-        """Tell the registry that the worker's loop came by here. Writes at most every two seconds, or when `state` changes."""
-        if progress is not None:
-            self._progress = progress
-        now = time.monotonic()
-        if now - self._beaten < BEAT_EVERY_S and state == self._last_state:
-            return
-        self._beaten, self._last_state = now, state
-        heartbeat = Heartbeat(
-            service=self.service,
-            replica=self.replica,
+        """Tell the registry that the worker's loop came by here; what is not given stays as it was. Writes at most every two
+        seconds, or when `state` changes."""
+        last, now = self._heartbeat, time.monotonic()
+        self._heartbeat = replace(
+            last,
             state=state,
-            progress=self._progress,
-            version=version,
-            step=step,
-            detail=detail,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started=self.started,
+            progress=last.progress if progress is None else progress,
+            version=last.version if version is None else version,
+            step=last.step if step is None else step,
+            detail=detail or last.detail,
             at=time.time(),
         )
+        if self._beating.locked() or (now - self._beaten < BEAT_EVERY_S and state == last.state):
+            return
+        self._beaten = now
         try:
-            await self.registry.beat(heartbeat)
+            async with self._beating:
+                await self.registry.beat(self._heartbeat)
         except LeaseLost:
             raise
         except TransportError as error:  # the broker is away: work that needs it waits by itself

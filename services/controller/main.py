@@ -31,7 +31,7 @@ async def main(ctx: Context) -> None:
         listener = listen(ctx.config.controller.host, ctx.config.controller.port, "controller")
         with contextlib.closing(listener):
             dispatcher = Dispatcher(ctx, *await open_sources(ctx))
-            await dispatcher.restore()
+            await ctx.vouch(dispatcher.restore())
             controller = Controller(ctx, dispatcher)
             async with serving(api.build(ctx, controller.progress, lambda: controller.last_round), listener) as url:
                 controller.url = url
@@ -58,9 +58,9 @@ class Controller:
                 verdict = judge(self.dispatcher.credits, self.dispatcher.evaluations, self.ctx.config.eval.min_reward)
                 if verdict.finished or verdict.failed:
                     return await self._end(verdict)
-                await self.dispatcher.evaluate()
+                await self.ctx.vouch(self.dispatcher.evaluate())  # a full stream makes it wait, and that is no fault
                 if verdict.may_train:
-                    await self.dispatcher.issue()
+                    await self.ctx.vouch(self.dispatcher.issue())
                 await self._fold_news()
                 if following.done():
                     following.result()

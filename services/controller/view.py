@@ -60,6 +60,8 @@ class RunView:
         self.replicas: list[Heartbeat] = []
         self.depths: dict[str, int] = {}
         self.phase = "starting"
+        self.waits_for: list[str] = []
+        """Replicas that died and are not back, if the view is told."""
         self._receipts_seen = 0
         self._news = asyncio.Condition()
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
@@ -174,11 +176,16 @@ class RunView:
         head.add_row(
             Text(f"step {self.done}/{self.steps}", style="bold"),
             ProgressBar(total=self.steps, completed=self.done, width=max(10, width // 3)),
-            Text(self.phase if left is None or self.done >= self.steps else f"{duration(left)} left"),
+            self._outlook(left),
         )
         rows: list[Any] = [head, self._numbers(), self._reward_row(width), self._replica_table(now)]
         rows += [Text(event_line(event), overflow="ellipsis", no_wrap=True, style="dim") for event in self.events]
         return Panel(Rows(*rows), title=f"slipstream · {self.run}", title_align="left")
+
+    def _outlook(self, left: float | None) -> Text:
+        if self.waits_for:
+            return Text(f"waiting for {', '.join(self.waits_for)}", style="yellow")
+        return Text(self.phase if left is None or self.done >= self.steps else f"{duration(left)} left")
 
     def _reward_row(self, width: int) -> Text:
         steps = [step for step in self.rewards if self.rewards[step]]

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 from services.reward.advantages import group_advantages, shaped_rewards
 from services.reward.filters import drop_reason
@@ -42,7 +43,8 @@ async def main(ctx: Context) -> None:
     """Score and pass on until told to stop."""
     names = names_of(ctx.config.reward)
     try:
-        async with Pool(ctx.config) as pool:
+        async with AsyncExitStack() as stack:
+            pool = await ctx.vouch(stack.enter_async_context(Pool(ctx.config)))
             await Reward(ctx, pool, names).run()
     except FunctionError as error:
         raise ConfigError(str(error)) from error
@@ -95,7 +97,7 @@ class Reward:
             await self.ctx.queue.bury(delivery, stage, str(error))
             return
         try:
-            await handle(group)
+            await self.ctx.vouch(handle(group))
         except BaseException:
             await delivery.nak()
             raise

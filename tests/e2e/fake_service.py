@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import time
 
@@ -25,6 +26,8 @@ async def idle(ctx: Context) -> None:
     if f"{ctx.replica}-fails" in FAULT:
         print("the disk of this test is full", file=sys.stderr, flush=True)
         raise SystemExit(1)
+    if f"{ctx.replica}-crashes" in FAULT:
+        os.kill(os.getpid(), signal.SIGSEGV)
     progress = 0
     while not ctx.stopping.is_set():
         progress += 1
@@ -49,8 +52,8 @@ async def train(ctx: Context) -> None:
         await announce(ctx, step + 1, step)
         ctx.metrics.emit(step=step, loss=0.5)
         await ctx.beat("training", progress=step, version=step + 1, step=step)
-        if FAULT == "trainer-dies" and step == 2:
-            os.kill(os.getpid(), 9)
+        if FAULT == "trainer-dies" and step == 2 and not done:
+            os.kill(os.getpid(), signal.SIGKILL)
     if step >= ctx.config.steps:
         await ctx.kv.put("state", b"finished")
 

@@ -84,6 +84,13 @@ class Up:
     def report(self) -> dict:
         return json.loads((self.workdir / "report.json").read_text())
 
+    async def events(self, service: str) -> list[dict]:
+        """What `slipstream events` lists of a service, while the run goes on or afterwards."""
+        command = [sys.executable, "-m", "services.controller.cli", "events", str(self.folder / "run.yaml")]
+        process = await asyncio.create_subprocess_exec(*command, "--service", service, "--json", stdout=PIPE)
+        output, _ = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+        return [json.loads(line) for line in output.splitlines()]
+
     async def close(self) -> None:
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
@@ -98,6 +105,11 @@ async def run(tmp_path):
     started = Up(tmp_path)
     yield started
     await started.close()
+
+
+async def by_up(run: Up, service: str) -> list[dict]:
+    """The events of a service that the launcher told."""
+    return [event for event in await run.events(service) if event["detail"].get("by") == "up"]
 
 
 def gone(processes) -> bool:
@@ -160,47 +172,87 @@ async def test_ctrl_c_drains_and_the_same_command_goes_on(run):
     assert run.report()["steps"] == done + 2
 
 
-async def test_a_service_that_reports_a_failure_ends_the_run(run):
+async def test_a_service_that_reports_a_failure_again_and_again_ends_the_run(run):
     await run.start("steps=400", fault="reward-0-fails")
     assert await run.ends() == 1
+    why = "reward-0 failed 3 times without getting any further: exit code 1: the disk of this test is full"
     assert "failed after" in run.text
-    assert "reward-0 failed: exit code 1" in run.text
-    assert "the disk of this test is full" in run.text
-    assert run.report()["state"] == "failed:reward-0 failed: exit code 1"
+    assert f"steps: {why}" in run.text
+    assert run.report()["state"] == f"failed:{why}"
+    assert [event["kind"] for event in await run.events("reward")].count("exit") == 3
 
 
-async def test_a_trainer_that_is_killed_ends_the_run_and_the_same_command_goes_on(run):
+async def test_a_killed_trainer_is_started_again(run):
     await run.start(fault="trainer-dies")
-    assert await run.ends() == 1
-    assert "trainer-0 ended before the run was over: killed by SIGKILL" in run.text
-    await run.start()
     assert await run.ends() == 0, run.text
+    assert "trainer-0 died (killed by SIGKILL); it is started again" in run.text
     assert run.report()["trained"] == 8
 
 
-async def test_a_killed_rollout_does_not_end_the_run_and_may_come_back(run):
+async def test_a_killed_service_comes_back_and_nobody_else_is_touched(run):
     await run.start("steps=400", step_s=0.1)
     await run.says("step 1/400")
-    run.children()["rollout-0"].kill()
-    await run.says("rollout-0 is gone (killed by SIGKILL); the run goes on")
-    assert f"slipstream serve rollout --nats {read_address(run.workdir / 'broker.json').url} --run fake" in run.text
-    url = read_address(run.workdir / "broker.json").url
-    options = ["--nats", url, "--run", "fake", "--replica", "rollout-0", "--parent", str(os.getpid())]
-    again = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.e2e.fake_service", "rollout", *options)
-    await run.says("rollout-0 is back")
-    again.terminate()
-    assert await asyncio.wait_for(again.wait(), DEADLINE_S) == 0
+    before = run.children()
+    before["rollout-0"].kill()
+    await run.says("rollout-0 is back after")
+    after = run.children()
+    assert [name for name in before if before[name].pid != after[name].pid] == ["rollout-0"]
     run.signal(signal.SIGTERM)
     assert await run.ends() == 130
-    assert "did not drain" not in run.text, "all that is left drains"
+    assert "did not drain" not in run.text
+    story = {event["kind"]: event for event in await by_up(run, "rollout")}
+    assert list(story) == ["exit", "restart", "back"]
+    assert story["exit"]["detail"]["pid"] == before["rollout-0"].pid
+    assert story["restart"]["detail"]["cause"] == "killed by SIGKILL"
+    assert story["back"]["detail"]["pid"] == after["rollout-0"].pid
+    assert 0 < story["restart"]["detail"]["down_s"] < story["back"]["detail"]["down_s"]
 
 
-async def test_a_killed_broker_is_started_again_and_the_run_finishes(run):
-    await run.start("steps=12", step_s=0.2)
+async def test_a_hung_service_is_found_by_its_silence_and_replaced(run):
+    await run.start("steps=4000", "heartbeat_ttl_s=3", step_s=0.1)
+    await run.says("step 1/4000")
+    run.children()["controller-0"].send_signal(signal.SIGSTOP)
+    await run.says("controller-0 is back after")
+    assert "controller-0 died (hung: its process lived without a heartbeat for" in run.text
+    run.signal(signal.SIGTERM)
+    assert await run.ends() == 130
+    kinds = [event["kind"] for event in await by_up(run, "controller")]
+    assert kinds == ["hung", "exit", "restart", "back"]
+
+
+async def test_a_service_that_cannot_come_up_says_so_once(run):
+    await run.start("steps=400", fault="dcs-0-crashes")
+    await run.says("dcs-0 does not come up (killed by SIGSEGV)")
+    tries = len(await by_up(run, "dcs"))
+
+    async def tried_again() -> bool:
+        return len(await by_up(run, "dcs")) >= tries + 4
+
+    await until(tried_again, "it is tried again and again", DEADLINE_S)
+    assert run.text.count("does not come up") == 1
+    run.signal(signal.SIGTERM)
+    assert await run.ends() == 130
+
+
+async def test_who_is_asked_to_stop_is_not_started_again(run):
+    await run.start("steps=400", step_s=0.1)
+    await run.says("step 1/400")
+    run.children()["rollout-0"].terminate()
+    await run.says("rollout-0 was asked to stop and left; that was the last rollout, and the run waits for another one")
+    run.signal(signal.SIGTERM)
+    assert await run.ends() == 130
+    assert [event["kind"] for event in await by_up(run, "rollout")] == ["exit"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+async def test_a_broker_that_fails_is_started_again_and_the_run_finishes(run, number):
+    await run.start("steps=12", "heartbeat_ttl_s=3", step_s=0.2)
     await run.says("step 2/12")
-    os.kill(read_address(run.workdir / "broker.json").pid, signal.SIGKILL)
+    os.kill(read_address(run.workdir / "broker.json").pid, number)
     assert await run.ends() == 0, run.text
-    assert "the broker died; started again on its store" in run.text
+    how = "died" if number == signal.SIGKILL else "lived without a word for"
+    assert f"the broker {how}" in run.text
+    assert "started again on its store" in run.text
     assert run.report()["trained"] == 24
 
 

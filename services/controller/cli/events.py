@@ -14,7 +14,7 @@ from .common import AsJson, Nats, OptionalRunFile, RunName, Sets, open_run, prin
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def since(text: str) -> float:
+def moment(text: str) -> float:
     """`90s`, `10m`, `2h`, `1d` ago, or an ISO time: seconds since the epoch."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
         return time.time() - float(match[1]) * UNITS[match[2]]
@@ -30,19 +30,25 @@ def events(
     nats: Nats = None,
     run: RunName = None,
     service: Annotated[str | None, typer.Option(help="Only events of this service.", show_default=False)] = None,
-    kind: Annotated[str | None, typer.Option(help="Only events of this kind.", show_default=False)] = None,
-    since_: Annotated[
-        str | None, typer.Option("--since", metavar="10m", help="Only younger ones: 90s, 10m, 2h, 1d, or an ISO time.")
+    replica: Annotated[str | None, typer.Option(help="Only events of this replica.", show_default=False)] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Only events of this kind; may be repeated.", show_default=False)
     ] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="10m", help="Only younger ones: 90s, 10m, 2h, 1d, or an ISO time.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="5m", help="Only older ones, in the same forms.")] = None,
     json: AsJson = False,
 ) -> None:
-    """List a run's events: starts, joins, exits, faults, drops.
+    """List a run's events, also when it is over: starts, deaths, restarts, drops, rollbacks, regroupings.
 
     `slipstream events run.yaml --since 10m`
 
-    `slipstream events --nats nats://10.0.0.5:4222 --run sort-letters --service rollout --kind exit`
+    `slipstream events run.yaml --kind exit --kind back`
+
+    `slipstream events --nats nats://10.0.0.5:4222 --run sort-letters --service rollout --since 2h --until 1h`
     """
-    oldest = since(since_) if since_ else 0.0
+    oldest, newest = moment(since) if since else 0.0, moment(until) if until else float("inf")
 
     async def show() -> None:
         from services.controller.view import event_line
@@ -53,7 +59,9 @@ def events(
             subject = handle.subjects.events(service) if service else None
             async for data, _ in handle.queue.read("events", subject=subject):
                 event = decode(data, Event)
-                if event.at < oldest or (kind and event.kind != kind):
+                if not oldest <= event.at <= newest or (kind and event.kind not in kind):
+                    continue
+                if replica and event.replica != replica:
                     continue
                 if json:
                     print_json(event)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shared.broker import BrokerError, EmbeddedBroker, PortTaken
+from shared.broker import BrokerError, EmbeddedBroker, PortTaken, serves_jetstream
 from shared.config import BrokerConfig, RunConfig
 
 STOP_DEADLINE_S = 10.0
@@ -64,6 +64,10 @@ class PrivateBroker:
             return self._own.running
         return self._address is not None and self._serves_store(self._address)
 
+    def serves(self) -> bool:
+        """It greets whoever connects. False also for one that lives and hangs."""
+        return serves_jetstream(EmbeddedBroker.host, self._known.port)
+
     def found(self) -> bool:
         """Take over a broker that serves the store already. False if there is none."""
         address = read_address(self.file)
@@ -91,7 +95,10 @@ class PrivateBroker:
         return self
 
     def restart(self) -> None:
-        """After it died: the same store at the same address. Raises BrokerError."""
+        """After it died, or in place of one that hangs: the same store at the same address. Raises BrokerError."""
+        if self.running:
+            os.kill(self.pid, signal.SIGKILL)
+            self._until_gone()
         broker = self._own or self._embedded(self._known.port)
         self._own = broker.restart()
         self._tell(self._own)
@@ -102,9 +109,12 @@ class PrivateBroker:
             self._own.stop()
         elif self._address is not None and self._serves_store(self._address):
             os.kill(self._address.pid, signal.SIGTERM)
-            deadline = time.monotonic() + STOP_DEADLINE_S
-            while self._serves_store(self._address) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            self._until_gone()
+
+    def _until_gone(self) -> None:
+        deadline = time.monotonic() + STOP_DEADLINE_S
+        while self.running and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _embedded(self, port: int) -> EmbeddedBroker:
         sync: Literal["default", "always"] = "always" if self.config.durability == "power" else "default"

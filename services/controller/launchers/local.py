@@ -9,6 +9,7 @@ small scripts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ from pathlib import Path
 TAIL_LINES = 15
 TAIL_COLUMNS = 300
 TAIL_BYTES = 32 << 10
+CANNOT_START = 126
+"""Stands for the exit code of a process that the system would not start."""
 
 
 @dataclass(slots=True)
@@ -58,6 +61,12 @@ class Exit:
         """The last lines of its log."""
         return tail(self.log)
 
+    @property
+    def last_words(self) -> str:
+        """The last line of its log."""
+        lines = [line for line in self.tail() if line.strip()]
+        return lines[-1].removeprefix("slipstream: ") if lines else ""
+
 
 Command = Callable[[str, str], list[str]]
 """(service, replica) -> argv."""
@@ -84,20 +93,25 @@ class LocalLauncher:
     exits: asyncio.Queue[Exit] = field(default_factory=asyncio.Queue)
     _watchers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def start(self, service: str, number: int) -> Child:
-        """Start replica `number` of `service`."""
+    async def start(self, service: str, number: int) -> Child | None:
+        """Start replica `number` of `service`. None if the system cannot: that is an exit like others."""
         self.logs.mkdir(parents=True, exist_ok=True)
         replica = f"{service}-{number}"
         path = self.logs / f"{replica}.log"
         with path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *self.command(service, replica),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.command(service, replica),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+                )
+            except OSError as error:
+                log.write(f"slipstream: the process cannot be started: {error}\n".encode())
+                self.exits.put_nowait(Exit(service, replica, 0, CANNOT_START, path, 0.0))
+                return None
         child = self.children[replica] = Child(service, replica, path, process, time.monotonic())
         self._watchers[replica] = asyncio.create_task(self._watch(child))
         return child
@@ -111,13 +125,12 @@ class LocalLauncher:
     def signal(self, number: signal.Signals, services: Sequence[str] | None = None) -> None:
         """Send a signal to the children (of `services` only); SIGKILL to their whole process groups, so that nothing stays."""
         for child in self._of(services):
-            try:
-                if number == signal.SIGKILL:
-                    os.killpg(child.pid, number)
-                else:
-                    os.kill(child.pid, number)
-            except ProcessLookupError:
-                continue  # it ended by itself in this moment; its exit is on the way
+            _send(child, number)
+
+    def kill(self, replica: str) -> None:
+        """SIGKILL to one replica's process group: the only signal that a stopped process heeds."""
+        if (child := self.children.get(replica)) is not None:
+            _send(child, signal.SIGKILL)
 
     def _of(self, services: Sequence[str] | None) -> list[Child]:
         return [child for child in self.children.values() if services is None or child.service in services]
@@ -139,6 +152,14 @@ class LocalLauncher:
         self.signal(signal.SIGKILL, services)
         await self.gone(drain_s, services)
         return late
+
+
+def _send(child: Child, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself in this moment; its exit is on the way
+        if number == signal.SIGKILL:
+            os.killpg(child.pid, number)
+        else:
+            os.kill(child.pid, number)
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "base",
     "workdir",
     "heartbeat_ttl_s",
+    "hang_timeout_s",
     "drain_timeout_s",
     "eval.every",
     "reward.replicas",

@@ -1,0 +1,117 @@
+"""What a service's context promises: heartbeats come from the loop, go on over long waits, and stop where something hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from shared import service
+from shared.errors import LeaseLost
+from shared.jetstream import Connection
+from shared.kv import KV
+from shared.records import Heartbeat
+from shared.registry import Registry
+from shared.service import Context
+from shared.subjects import Subjects
+from shared.transfer_queue import TransferQueue
+from tests.shared.runs import make_config, until
+
+
+@pytest.fixture
+async def ctx(broker, connect, run_name, monkeypatch) -> AsyncIterator[Context]:
+    monkeypatch.setattr(service, "BEAT_EVERY_S", 0.05)
+    connection: Connection = await connect(broker.url)
+    subjects = Subjects(run_name)
+    kv = await KV.open(connection, subjects.config_bucket)
+    registry = await Registry.open(connection, subjects, ttl_s=10)
+    config = make_config(run_name)
+    config.hang_timeout_s = 0.5
+    context = Context("rollout", "rollout-0", config, connection, TransferQueue(connection, subjects), kv, registry)
+    yield context
+    context.close()
+
+
+async def seen(ctx: Context) -> Heartbeat | None:
+    return next(iter(await ctx.registry.alive()), None)
+
+
+async def until_silent(ctx: Context) -> float:
+    """When the last heartbeat came, once none has for half a second."""
+    last, changed = await seen(ctx), time.monotonic()
+    while time.monotonic() - changed < 0.5:
+        await asyncio.sleep(0.02)
+        if (now := await seen(ctx)) != last:
+            last, changed = now, time.monotonic()
+    return changed
+
+
+async def test_what_a_beat_does_not_say_stays_as_it_was(ctx):
+    await ctx.beat("sampling", progress=3, version=7, step=2, running=4)
+    await ctx.beat("idle")
+    beat = await seen(ctx)
+    assert (beat.state, beat.progress, beat.version, beat.step, beat.detail) == ("idle", 3, 7, 2, {"running": 4})
+
+
+async def test_the_loop_beats_while_it_waits_for_something_it_vouches_for(ctx):
+    await ctx.beat("starting engine")
+    first = await seen(ctx)
+    done = asyncio.Event()
+    waiting = asyncio.create_task(ctx.vouch(done.wait()))
+    await asyncio.sleep(0.8)  # longer than a computation may take: it has a deadline of its own
+    await until(lambda: _changed(ctx, first), "it beats")
+    done.set()
+    assert await waiting is True
+
+
+async def _changed(ctx: Context, first: Heartbeat) -> bool:
+    return (await seen(ctx)) != first
+
+
+async def test_a_computation_that_never_ends_falls_silent(ctx):
+    await ctx.beat("training")
+    began, release = time.monotonic(), threading.Event()
+    work = asyncio.create_task(ctx.compute(release.wait))
+    silent_since = await until_silent(ctx)
+    assert 0.2 < silent_since - began < 1.5
+    release.set()
+    assert await work is True
+
+
+async def test_cancelling_reaches_what_is_vouched_for(ctx):
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(ctx.vouch(work()))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_a_lost_lease_ends_a_vouched_wait(ctx):
+    await ctx.beat("training")
+
+    async def lost(_: Heartbeat) -> None:
+        raise LeaseLost("trainer", "somebody else")
+
+    ctx.registry.beat = lost
+    with pytest.raises(LeaseLost):
+        await asyncio.wait_for(ctx.vouch(asyncio.sleep(30)), 10)
+
+
+async def test_what_fails_under_a_vouch_fails_here(ctx):
+    async def fails() -> None:
+        raise RuntimeError("no disk")
+
+    with pytest.raises(RuntimeError, match="no disk"):
+        await ctx.vouch(fails())
