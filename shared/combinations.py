@@ -43,6 +43,7 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     yield from _models(run)
     yield from _kl(run.algorithm)
     yield from _own(run)
+    yield from _deterministic(run)
 
 
 def _advantages(run: RunConfig) -> Iterator[str]:
@@ -114,6 +115,14 @@ def _kl(options: PolicyOptions) -> Iterator[str]:
         yield (
             "algorithm.kl.estimator: the gradient of 'k1' as a loss is zero in expectation, so it restrains nothing; use 'k2' or "
             "'k3', set kl.unbiased: true, or kl.use: reward"
+        )
+
+
+def _deterministic(run: RunConfig) -> Iterator[str]:
+    if run.deterministic and run.window > 1:
+        yield (
+            "window: with deterministic: true the trainer takes groups strictly in the order of issue; which one comes first "
+            "inside a wider window is a matter of chance. Set it to 1"
         )
 
 

@@ -5,8 +5,12 @@ conservation by it, so there is one reading of the log and not three. Rules, hel
 
 - `issued` opens a group once; a repeated receipt (an ack that a killed broker forgot) changes nothing.
 - The first fate wins: `trained` after `dropped`, or the reverse, is counted in `conflicts` and changes nothing.
-- `rollback(step=k)` reopens whatever was trained in an update >= k: those updates no longer exist in any weights.
+- `rollback(step=k)` reopens whatever was trained in an update >= k: those updates no longer exist in any weights. Groups that it
+  names as `lost` (their samples are gone for good) are dropped with reason `rollback` in the same breath.
+- It also fences: it names the first version of the new history, and what a replaced trainer, stopped and woken again, may still
+  write under an older version does not count.
 - A fate may arrive before its `issued` (two writers, one log): it is kept and counts once the group is issued.
+- Evaluation groups have no fate: whatever is written about one changes nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +48,12 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)
     conflicts: list[Receipt] = field(default_factory=list)
     rollbacks: int = 0
+    floor: int = -1
+    """The first version of the present history of the weights."""
+    fenced: int = 0
+    """Receipts of replaced trainers, which did not count."""
+    damaged: int = 0
+    """The last damaged checkpoint whose lost groups were dropped, by its sequence number."""
 
     @property
     def pending(self) -> int:
@@ -77,14 +87,21 @@ class Ledger:
 
     def apply(self, receipt: Receipt) -> bool:
         """Fold one receipt. True if it changed the ledger."""
-        if receipt.kind == "evaluated":
+        if receipt.kind == "evaluated" or is_eval(receipt.group_id):
+            return False
+        if self.is_fenced(receipt):
+            self.fenced += 1
             return False
         if receipt.kind == "rollback":
-            return self._roll_back(receipt.step)
+            return self._roll_back(receipt)
         entry = self.entries.setdefault(receipt.group_id, Entry(receipt.group_id))
         if receipt.kind == "issued":
             return self._open(entry, receipt)
         return self._settle(entry, receipt)
+
+    def is_fenced(self, receipt: Receipt) -> bool:
+        """Whether it comes from a trainer that another has replaced in the log by now."""
+        return receipt.detail.get("version", self.floor) < self.floor
 
     def _open(self, entry: Entry, receipt: Receipt) -> bool:
         if entry.issued:
@@ -106,14 +123,20 @@ class Ledger:
         self._count(entry, 1)
         return True
 
-    def _roll_back(self, to_step: int) -> bool:
+    def _roll_back(self, receipt: Receipt) -> bool:
         self.rollbacks += 1
-        undone = [step for step in self.by_step if step >= to_step]
+        self.floor = max(self.floor, receipt.detail.get("version", -1))
+        self.damaged = max(self.damaged, receipt.detail.get("damaged", 0))
+        undone = [step for step in self.by_step if step >= receipt.step]
         for step in undone:
             for group_id in self.by_step.pop(step):
                 entry = self.entries[group_id]
                 self._count(entry, -1)
                 entry.fate, entry.step = "pending", -1
+        for lost in map(self.entries.get, receipt.detail.get("lost", ())):
+            if lost is not None and lost.fate == "pending":
+                lost.fate, lost.reason = "dropped", "rollback"
+                self._count(lost, 1)
         return bool(undone)
 
     def _count(self, entry: Entry, change: int) -> None:
@@ -123,3 +146,8 @@ class Ledger:
             self.trained += change
         elif entry.fate == "dropped":
             self.dropped[entry.reason] += change
+
+
+def is_eval(group_id: str) -> bool:
+    """Whether the id is one of an evaluation group, `eval-<step>-<index>`."""
+    return group_id.startswith("eval-")

@@ -108,10 +108,18 @@ class Samples:
         """[G + 1] where each sample starts in the token columns."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
+    def drawn_under(self, step: int) -> bool:
+        """Whether every token was drawn under one version, the weights of `step`."""
+        return bool((self.span_step == step).all()) and len(np.unique(self.span_version)) <= 1
+
     def oldest_steps(self) -> np.ndarray:
         """[G] for each sample, the step of the oldest weights that any of its tokens was drawn under (-1: no token)."""
+        return self.oldest(self.span_step)
+
+    def oldest(self, steps_K: np.ndarray) -> np.ndarray:
+        """[G] for each sample the lowest of its spans' `steps_K` (-1: no token)."""
         oldest = np.full(len(self.lengths), np.iinfo(np.int32).max, dtype=np.int32)
-        np.minimum.at(oldest, self.span_sample, self.span_step)
+        np.minimum.at(oldest, self.span_sample, steps_K)
         return np.where(self.lengths > 0, oldest, -1).astype("<i4")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from shared.ledger import Ledger
-from shared.records import Receipt
+from shared.records import Announcement, Receipt
 
 from .evidence import Evidence
 
@@ -70,6 +70,7 @@ def audit(evidence: Evidence) -> Audit:
             _receipts_agree(evidence),
             _versions(evidence),
             _digests(evidence),
+            *([_repeats(evidence)] if evidence.config is not None and evidence.config.deterministic else []),
             _verified(evidence),
             _dead_letters(evidence),
         ],
@@ -219,6 +220,18 @@ def _digests(evidence: Evidence) -> Check:
             text = f"{received.replica} holds {received.digest[:12]}, announced was {announcement.digest[:12]}"
             faults.append(Fault(f"v{received.version}", text))
     return Check("every verified digest is the trainer's", checked, faults)
+
+
+def _repeats(evidence: Evidence) -> Check:
+    """A deterministic run reaches the same weights whenever it comes to a step again. Its staleness rests on that."""
+    first: dict[int, Announcement] = {}
+    faults = []
+    for announcement in evidence.announced:
+        known = first.setdefault(announcement.step, announcement)
+        if known.digest != announcement.digest:
+            text = f"step {announcement.step} has the digest {announcement.digest[:12]}, but v{known.version} of the same step "
+            faults.append(Fault(f"v{announcement.version}", f"{text}had {known.digest[:12]}"))
+    return Check("a step that is done again gives the same weights", len(evidence.announced), faults)
 
 
 def _verified(evidence: Evidence) -> Check:

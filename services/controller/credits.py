@@ -14,6 +14,7 @@ P = groups per step, S = max_staleness, W = the trainer's window, k = updates do
   prompt, are issued again as `<id>.1`, `<id>.2`, and so on up to MAX_ATTEMPTS times.
 
 - A rollback to step R voids what groups of the lost history were promised: `shared.waivers` keeps them from waiting for ever.
+- A deterministic run issues in rounds instead (`shared.rounds`), so that no ticket depends on when a drop became known.
 
 All state is the fold of the receipts stream (`shared.ledger`), so a restarted controller has the same credits.
 `tests/controller/test_credits.py` model-checks no deadlock, the bound, conservation and the slots, with drops, rollbacks and a
@@ -26,6 +27,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from shared import rounds
 from shared.config import RunConfig
 from shared.ledger import Ledger
 from shared.records import Receipt
@@ -49,10 +51,11 @@ class Rules:
     groups_per_step: int
     max_staleness: int = 0
     window: int = 1
+    deterministic: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> Rules:
-        return cls(config.steps, config.groups_per_step, config.max_staleness, config.window)
+        return cls(config.steps, config.groups_per_step, config.max_staleness, config.window, config.deterministic)
 
     @property
     def slots(self) -> int:
@@ -71,6 +74,12 @@ class Rules:
     def min_step(self, seat: int) -> int:
         """Weights older than this many updates may not draw a token of the group on this seat."""
         return max(0, self.last_update(seat) - self.max_staleness)
+
+    def round_end(self, step: int, head: int) -> int:
+        """See shared.rounds.end."""
+        return rounds.end(
+            steps=self.steps, groups_per_step=self.groups_per_step, slots=self.slots, step=step, head=head
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +127,22 @@ class Credits:
     @property
     def free(self) -> int:
         """Groups that may be issued now."""
+        if self.rules.deterministic:
+            return self._due()
         seats_left = self.rules.total - self.ledger.trained - self.in_flight
         return max(0, min(self.rules.slots - self.in_flight, seats_left))
 
+    @property
+    def head(self) -> int:
+        """The issue number behind the last group of the last complete update. Only `window` 1 makes it a border."""
+        last = self.ledger.by_step[self.step - 1] if self.step else []
+        return max((self.ledger.entries[group_id].issue for group_id in last), default=-1) + 1
+
     def apply(self, receipt: Receipt) -> bool:
         """Fold one receipt. True if it changed the ledger. Evaluation groups have no credit: their receipts change nothing."""
-        if receipt.kind == "rollback":
+        if receipt.kind == "rollback" and not receipt.detail.get("repeats") and not self.ledger.is_fenced(receipt):
             self.waivers.add(self.ledger.next_issue, receipt.step)
-        if is_eval(receipt.group_id) or not self.ledger.apply(receipt):
+        if not self.ledger.apply(receipt):
             return False
         if receipt.kind == "issued":
             self._count_issued(receipt.group_id)
@@ -133,9 +150,10 @@ class Credits:
             self.drops_since_trained += 1
         elif receipt.kind == "trained":
             self.drops_since_trained = 0
-        entry = self.ledger.entries.get(receipt.group_id)
-        if entry is not None and entry.issued and entry.fate == "dropped" and entry.reason in REISSUED:
-            self._queue_again(entry.group_id)
+        for group_id in (receipt.group_id, *receipt.detail.get("lost", ())):
+            entry = self.ledger.entries.get(group_id)
+            if entry is not None and entry.issued and entry.fate == "dropped" and entry.reason in REISSUED:
+                self._queue_again(group_id)
         return True
 
     def restored(self, stored: Waivers) -> None:
@@ -167,6 +185,7 @@ class Credits:
     def _tickets(self) -> Iterator[Ticket]:
         seat, issue = self.ledger.trained + self.in_flight, self.ledger.next_issue
         again, fresh = list(self.again), self.fresh
+        head = self.head if self.rules.deterministic else 0
         for number in range(self.free):
             if again:
                 group_id = again.pop(0)
@@ -175,7 +194,19 @@ class Credits:
                 group_id, position = self.group_id(fresh), fresh
                 fresh += 1
             here = seat + number
-            yield Ticket(group_id, position, issue + number, here, self.rules.min_step(here))
+            if self.rules.deterministic:  # drops since `head` are not counted, whether they are known or not
+                behind = min(issue + number - head, self.rules.slots - 1)
+                here = self.step * self.rules.groups_per_step + behind
+            min_step = self.step if self.rules.deterministic else self.rules.min_step(here)
+            yield Ticket(group_id, position, issue + number, here, min_step)
+
+    def _due(self) -> int:
+        """What is left of the round, or what the update lacks for certain."""
+        if self.done:
+            return 0
+        left_in_round = self.rules.round_end(self.step, self.head) - self.ledger.next_issue
+        for_this_update = self.in_flight + self.ledger.trained - self.step * self.rules.groups_per_step
+        return max(0, left_in_round, self.rules.groups_per_step - for_this_update)
 
     def group_id(self, position: int) -> str:
         epoch, index = divmod(position, self.epoch_size) if self.epoch_size else (0, position)
@@ -204,7 +235,3 @@ def split_id(group_id: str) -> tuple[str, int]:
     """`3-17.2` is the prompt `3-17` and attempt 2; the first attempt has no suffix."""
     base, _, attempt = group_id.partition(".")
     return base, int(attempt or 0)
-
-
-def is_eval(group_id: str) -> bool:
-    return group_id.startswith("eval-")

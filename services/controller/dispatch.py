@@ -18,7 +18,7 @@ from services.controller.evaluation import Evaluations
 from services.controller.groups import eval_group, issued_receipt, train_group
 from services.controller.prompts import PromptSource
 from services.controller.stats import Stats
-from shared import waivers, wire
+from shared import failpoints, waivers, wire
 from shared.config import ConfigError, RunConfig
 from shared.records import Group, Receipt
 from shared.service import Context, ServiceFailed
@@ -99,7 +99,9 @@ class Dispatcher:
             receipt = issued_receipt(ticket)
             await self.ctx.queue.publish(self.ctx.subjects.receipts, receipt, msg_id=f"issued:{ticket.group_id}")
             self.credits.apply(receipt)
+            failpoints.reach("controller.issued")
         await self._send(groups)
+        failpoints.reach("controller.sent")
         self.cursor.sent = self.credits.ledger.next_issue
         await self._store_cursor()
         return len(groups)

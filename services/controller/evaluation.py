@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from services.controller.credits import is_eval
+from shared.ledger import is_eval
 from shared.records import Receipt
 
 

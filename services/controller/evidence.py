@@ -133,9 +133,15 @@ class Evidence:
         drawn_by_id, step_of = self.drawn_by_id(), self.step_of()
         rollbacks: list[Rollback] = []
         found = []
+        ledger = Ledger()
         for receipt in self.receipts:
-            if receipt.kind == "rollback" and "version" in receipt.detail:
-                rollbacks.append(Rollback(receipt.detail["version"], receipt.step))
+            fenced = ledger.is_fenced(receipt)
+            ledger.apply(receipt)
+            if fenced:
+                continue
+            if receipt.kind == "rollback":
+                if "version" in receipt.detail and not receipt.detail.get("repeats"):
+                    rollbacks.append(Rollback(receipt.detail["version"], receipt.step))
             elif receipt.kind == "trained":
                 for drawn in drawn_by_id.get(receipt.group_id, []):
                     found.append(Training(receipt, drawn, drawn.oldest_steps(step_of, rollbacks)))

@@ -22,7 +22,7 @@ from services.reward.filters import drop_reason
 from services.reward.pool import Job, Pool
 from services.reward.scoring import FunctionError, Outcome
 from services.reward.totals import combine, kinds, names_of
-from shared import wire
+from shared import failpoints, wire
 from shared.config import ConfigError
 from shared.errors import AckTimeout
 from shared.pull import Delivery, Puller
@@ -133,7 +133,9 @@ class Reward:
         group.rewards = combine(outcomes, self.config.reward, self.names)
         group.times["scored"] = time.time()
         await self._note_errors(group, outcomes)
+        failpoints.reach("reward.scored")
         await self.ctx.queue.publish(self.ctx.subjects.trajectories, group, msg_id=group.id)
+        failpoints.reach("reward.stored")
         self.groups += 1
         self.samples += len(group.rewards.total)
 
@@ -154,6 +156,7 @@ class Reward:
             group.advantages = group_advantages(scores_G, algorithm.advantage)
             group.times["advantages"] = time.time()
             await queue.publish(subjects.advantages, group, msg_id=group.id)
+        failpoints.reach("advantages.stored")
         self.passed += 1
 
     async def _note_errors(self, group: Group, outcomes: list[list[Outcome]]) -> None:

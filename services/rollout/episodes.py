@@ -6,7 +6,6 @@ An answer that does not add up (lengths, spans, ids) is refused as a whole: `Epi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +21,6 @@ class EpisodeError(RuntimeError):
 
 class Aborted(EpisodeError):
     """The engine gave up in the middle of a sample: nothing is wrong with the group, it is to be sampled again."""
-
-
-def sampling_seed(run_seed: int, group_id: str) -> int:
-    """A seed of the group's own, the same on every replica and at every delivery."""
-    return int.from_bytes(hashlib.sha256(f"{run_seed}/{group_id}".encode()).digest()[:4], "little") >> 1
 
 
 def generate_request(group: Group, prompt_ids: list[int], eos_id: int, delivery: str) -> dict[str, Any]:

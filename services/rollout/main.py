@@ -3,8 +3,9 @@
     bootstrap (newest snapshot, verified) -> engine -> pull a prompt -> wait for its min_step -> sample -> hand on -> ack
 
 Guarantees: a prompt is pulled only when there is a free slot for it; it is started only under verified weights of its
-`min_step` or newer; it is acknowledged only after its samples are stored as a reward request; a prompt that this replica cannot
-finish goes back to the queue at once. If the engine dies, the replica starts another one from the newest weights and carries on.
+`min_step` or newer (in a deterministic run: of exactly that step, in one go, see shared/rounds.py); it is acknowledged only after
+its samples are stored as a reward request; a prompt that this replica cannot finish goes back to the queue at once. If the engine
+dies, the replica starts another one from the newest weights and carries on.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from services.rollout.engines.client import EngineClient, EngineDead, EngineErro
 from services.rollout.engines.process import EngineProcess, EngineStartError
 from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
 from services.rollout.weights import WeightReceiver
-from shared import waivers, wire
+from shared import failpoints, waivers, wire
 from shared.pull import Delivery, Puller
-from shared.records import Group, Receipt, ints
+from shared.records import Group, Receipt, Samples, ints
 from shared.service import Context, ServiceFailed
 from shared.tokenizer import Tokenizer, TokenizerError
 from shared.waivers import Waivers
@@ -154,26 +155,47 @@ class Worker:
             )
             await delivery.ack()
             return
-        needed = group.min_step
-        while not await self.receiver.wait_step(needed, POLL_S):
-            if ctx.stopping.is_set():
+        exact = config.deterministic and group.kind == "train"
+        while group.samples is None:
+            if not await self._have_weights(group):
                 await delivery.nak()
                 return
-            needed = Waivers.load(await ctx.kv.get(waivers.KEY)).min_step(group)
-        started = time.time()
-        request = generate_request(group, prompt_ids, self.tokenizer.eos_id, f"{ctx.replica}-{delivery.delivered}")
-        answers = await self.engine.generate(request, timeout_s=config.rollout.request_timeout_s)
-        group.prompt_ids = ints(prompt_ids)
-        group.samples = collect(answers, group.sampling.n, self.tokenizer, self.receiver.step_of)
-        group.replica = ctx.replica
-        group.times |= {"started": started, "sampled": time.time()}
+            if exact and self.receiver.step > group.min_step:
+                log.info("%s: the round of step %d is over, so it was sampled before", group.id, group.min_step)
+                await delivery.ack()
+                return
+            samples = await self._draw(group, prompt_ids, delivery)
+            if exact and not samples.drawn_under(group.min_step):
+                log.info("%s: interrupted by a switch of weights; it is drawn again", group.id)
+                continue
+            group.samples = samples
+        failpoints.reach("rollout.sampled")
         await ctx.queue.publish(ctx.subjects.reward_requests, group, msg_id=group.id)
         await delivery.ack()
+        failpoints.reach("rollout.stored")
         self.groups += 1
         self.samples += group.sampling.n
         self.tokens += len(group.samples.ids)
 
     async def _drop(self, group: Group, why: str) -> None:
+    async def _have_weights(self, group: Group) -> bool:
+        """Wait for verified weights under which the group may be drawn. False when the service is to stop."""
+        ctx, needed = self.ctx, group.min_step
+        while not await self.receiver.wait_step(needed, POLL_S):
+            if ctx.stopping.is_set():
+                return False
+            needed = Waivers.load(await ctx.kv.get(waivers.KEY)).min_step(group)
+        return True
+
+    async def _draw(self, group: Group, prompt_ids: list[int], delivery: Delivery) -> Samples:
+        """One go at all samples of the group."""
+        config, started = self.ctx.config, time.time()
+        request = generate_request(group, prompt_ids, self.tokenizer.eos_id, f"{self.ctx.replica}-{delivery.delivered}")
+        answers = await self.engine.generate(request, timeout_s=config.rollout.request_timeout_s)
+        group.prompt_ids, group.replica = ints(prompt_ids), self.ctx.replica
+        group.times |= {"started": started, "sampled": time.time()}
+        return collect(answers, group.sampling.n, self.tokenizer, self.receiver.step_of)
+
         ctx = self.ctx
         await ctx.events.publish(
             "dropped", f"{group.id}: prompt_too_long: {why}", group=group.id, reason="prompt_too_long"

@@ -5,6 +5,9 @@ manifest with size and sha256 of both. It is written under another name, synced,
 is synced: it is there completely or not at all, and saving never touches an older one. `sequence` only grows, so the newest
 is known even after a rollback to an earlier step. The newest `keep` stay; older ones go after the new one is durable.
 
+Failpoints mark the steps (shared/failpoints.py). Who has claimed the folder last is the only one who may save: a trainer that was
+stopped, replaced and woken again gets `CheckpointTaken` instead of putting a lost history in front of the present one.
+
 Loading verifies every digest. A damaged checkpoint is set aside (renamed to `damaged-...`) and reported, and the one before
 it is used; if checkpoints exist but none is whole, that is an error and not a fresh start. A full disk is a `DiskFullError`.
 Enforced by tests/trainer/test_checkpoint.py, which kills the process while it saves.
@@ -16,6 +19,7 @@ import hashlib
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,17 +31,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from services.trainer.tensorfile import DiskFullError, Spec, TensorWriter, disk_errors, fsync_folder
+from shared.failpoints import reach
 
 FORMAT = 1
 TENSORS, META, MANIFEST = "state.safetensors", "meta.msgpack", "manifest.msgpack"
 NAME = re.compile(r"checkpoint-(\d{8})-step-(\d{8})")
 UNFINISHED, DAMAGED = "saving-", "damaged-"
+OWNER = "owner"
 
-__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "Damage", "DiskFullError", "Entry"]
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "CheckpointTaken", "Damage", "DiskFullError", "Entry"]
 
 
 class CheckpointError(RuntimeError):
-    """No checkpoint can be loaded, though there are some."""
+    """No checkpoint can be loaded, though there are some; or this process may not save here any more."""
+
+
+class CheckpointTaken(CheckpointError):
+    """Another trainer has taken the folder over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,41 +86,63 @@ class CheckpointStore:
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
         self.folder = Path(folder)
         self.keep = max(1, keep)
+        self._claim = ""
+
+    def claim(self) -> None:
+        """From now on nobody else may save here. Without a claim anybody may."""
+        self._claim = uuid.uuid4().hex
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = self.folder / f"{OWNER}-{self._claim}"
+        _write(fresh, self._claim.encode())
+        os.rename(fresh, self.folder / OWNER)
+        fsync_folder(self.folder)
 
     def entries(self) -> list[Entry]:
         """All complete checkpoints, oldest first."""
+        return self._named("")
+
+    def _named(self, prefix: str) -> list[Entry]:
         if not self.folder.is_dir():
             return []
-        found = ((NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
+        named = (path for path in self.folder.iterdir() if path.name.startswith(prefix))
+        found = ((NAME.fullmatch(path.name.removeprefix(prefix)), path) for path in named)
         return sorted(
             (Entry(int(match[1]), int(match[2]), path) for match, path in found if match),
             key=lambda entry: entry.sequence,
         )
 
+    def set_aside(self, after: int = 0) -> list[Entry]:
+        """Damaged ones with a sequence number above `after`, whenever they were found, oldest first."""
+        return [entry for entry in self._named(DAMAGED) if entry.sequence > after]
+
     def save(self, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Entry:
         """Write a checkpoint; when this returns it is durable. `meta` is what msgpack can hold."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        entries = self.entries()
-        sequence = entries[-1].sequence + 1 if entries else 1
+        sequence = max((entry.sequence for entry in (*self.entries(), *self.set_aside())), default=0) + 1
         target = self.folder / f"checkpoint-{sequence:08d}-step-{step:08d}"
         unfinished = self.folder / f"{UNFINISHED}{target.name}"
         self._remove_unfinished()
         unfinished.mkdir()
+        reach("checkpoint.begun")
         try:
             files = {TENSORS: _write_tensors(unfinished / TENSORS, tensors)}
             packed = msgpack.packb({"format": FORMAT, "step": step, "meta": dict(meta)}, use_bin_type=True)
             files[META] = _write(unfinished / META, packed)
             _write(unfinished / MANIFEST, msgpack.packb({"format": FORMAT, "files": files}, use_bin_type=True))
             fsync_folder(unfinished)
+            reach("checkpoint.written")
+            self._check_claim()
             os.rename(unfinished, target)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         fsync_folder(self.folder)
+        reach("checkpoint.named")
         for old in self.entries()[: -self.keep]:
             # Renamed first: a crash halfway through must not leave a folder that looks like a checkpoint.
             doomed = old.path.with_name(f"{UNFINISHED}{old.path.name}")
             os.rename(old.path, doomed)
+            reach("checkpoint.purging")
             shutil.rmtree(doomed)
         return Entry(sequence, step, target)
 
@@ -143,6 +175,10 @@ class CheckpointStore:
             shutil.rmtree(aside)
         os.rename(entry.path, aside)
         return Damage(aside, entry.step, reason)
+
+    def _check_claim(self) -> None:
+        if self._claim and (self.folder / OWNER).read_text() != self._claim:
+            raise CheckpointTaken(f"{self.folder}: another trainer has taken over; this one must stop")
 
     def _remove_unfinished(self) -> None:
         for path in self.folder.glob(f"{UNFINISHED}*"):

@@ -3,7 +3,9 @@
 Guarantees: every group is handed out at most once in a history of the weights, in the order of issue inside the window; what
 the checkpoint holds is acknowledged and skipped when it comes again; a group that breaks the staleness bound is dropped with
 reason `stale`, whatever let it get here; a message is acknowledged only by `covered`, after a checkpoint that holds its update,
-or once its drop is on record. Drops by others are learnt from the receipts, so that nobody waits for a group that will not come.
+or once its drop is on record. Drops by others are learnt from the receipts, so that nobody waits for a group that will not come;
+all that were written before this trainer began are known before it takes the first group, so none gets a second fate.
+`tests/trainer/test_intake.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.trainer.window import Window
-from shared import columns, wire
+from shared import columns, failpoints, wire
 from shared.ledger import Ledger
 from shared.pull import Delivery, Puller
 from shared.records import Group, Receipt
@@ -36,28 +38,40 @@ class Rollback:
 
 
 def sample_steps(group: Group, rollbacks: list[Rollback]) -> np.ndarray:
-    """[G] the step of the oldest weights of each sample, counted in today's history: weights of a lost history count from
-    the last step that both share."""
+    """[G] the step of the oldest weights of each sample (-1: no token), counted in today's history: weights of a lost history
+    count from the last step that both share."""
     assert group.samples is not None
     samples = group.samples
     steps = samples.span_step.copy()
     for rollback in rollbacks:
         lost = samples.span_version < rollback.version
         steps[lost] = np.minimum(steps[lost], rollback.step)
-    oldest = np.full(len(samples.lengths), np.iinfo(np.int32).max, dtype="<i4")
-    np.minimum.at(oldest, samples.span_sample, steps)
-    return oldest
+    return samples.oldest(steps)
+
+
+def oldest_step(group: Group, rollbacks: list[Rollback]) -> int | None:
+    """Of all tokens of the group; None if it has none."""
+    steps = sample_steps(group, rollbacks)
+    return min((int(step) for step in steps if step >= 0), default=None)
 
 
 class Intake:
     """Hands out groups, update by update."""
 
-    def __init__(self, ctx: Context, window: Window[Group], rollbacks: list[Rollback]) -> None:
+    def __init__(self, ctx: Context, window: Window[Group], rollbacks: list[Rollback], version: int) -> None:
         self.ctx, self.window, self.rollbacks = ctx, window, rollbacks
+        self.version = version
+        """The first of this trainer's own."""
         self.ledger = Ledger()
         self._held: dict[str, Delivery] = {}
         self._puller: Puller | None = None
         self._news = asyncio.Event()
+        self._folded = 0
+
+    async def restore(self) -> None:
+        """Fold what the receipts say so far."""
+        async for message, seq in self.ctx.queue.read("receipts"):
+            self._fold(message, seq)
 
     async def open(self) -> None:
         """Take over the queue: whatever is not acknowledged is delivered anew, and an older trainer is fenced off."""
@@ -75,23 +89,37 @@ class Intake:
     async def take(self, step: int) -> Group | None:
         """The next group for update `step`, or None when the service is to stop."""
         while not self.ctx.stopping.is_set():
-            if self._following.done():
-                self._following.result()
             for _, group in self.window.take(limit=1):
-                if step - int(sample_steps(group, self.rollbacks).min()) <= self.ctx.config.max_staleness:
+                oldest = oldest_step(group, self.rollbacks)
+                if oldest is None or step - oldest <= self.ctx.config.max_staleness:
                     return group
                 await self._drop_stale(group, step)
-            with self.ctx.metrics.wait("groups"):
-                await self._receive()
+            await self._receive()
         return None
+
+    async def until_settled(self, issue: int) -> bool:
+        """Wait until every group with a lower issue number is here or has its fate. False when the service is to stop."""
+        while not self.window.settled_below(issue):
+            if self.ctx.stopping.is_set():
+                return False
+            await self.ctx.beat("waiting for groups")
+            await self._receive()
+        return True
 
     async def covered(self, group_ids: list[str]) -> None:
         """A durable checkpoint holds these groups: acknowledge their messages."""
         deliveries = [self._held.pop(group_id) for group_id in group_ids if group_id in self._held]
-        await asyncio.gather(*(delivery.ack() for delivery in deliveries))
+        await asyncio.gather(*(_acknowledge(delivery) for delivery in deliveries))
 
     async def _receive(self) -> None:
         """One more message into the window, or the news of a drop, or nothing for a moment."""
+        if self._following.done():
+            self._following.result()
+        await self.ctx.beat("waiting for groups")
+        with self.ctx.metrics.wait("groups"):
+            await self._next()
+
+    async def _next(self) -> None:
         assert self._puller is not None
         self._news.clear()
         arriving = asyncio.ensure_future(self._puller.next(POLL_S))
@@ -125,13 +153,12 @@ class Intake:
 
     async def _drop_stale(self, group: Group, step: int) -> None:
         ctx = self.ctx
-        oldest = sample_steps(group, self.rollbacks)
         await ctx.events.publish(
             "dropped",
             f"{group.id}: stale in update {step}",
             group=group.id,
             reason="stale",
-            oldest=int(oldest.min()),
+            oldest=oldest_step(group, self.rollbacks),
             step=step,
         )
         receipt = Receipt(
@@ -143,17 +170,38 @@ class Intake:
             step=step,
             reason="stale",
             replica=group.replica,
-            sample_steps=oldest,
+            sample_steps=sample_steps(group, self.rollbacks),
+            detail={"version": self.version},
             at=time.time(),
         )
         await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"dropped:{group.id}")
         await self.covered([group.id])
 
     async def _follow_receipts(self) -> None:
-        async for message, _ in self.ctx.queue.read("receipts", live=True):
-            receipt = wire.decode(message, Receipt)
-            self.ledger.apply(receipt)
-            if receipt.kind == "dropped" and receipt.issue >= 0:
-                self.window.drop(receipt.issue)
-                await self.covered([receipt.group_id])
+        async for message, seq in self.ctx.queue.read("receipts", start_seq=self._folded + 1, live=True):
+            if dropped := self._fold(message, seq):
+                await self.covered(dropped)
                 self._news.set()
+
+    def _fold(self, message: bytes, seq: int) -> list[str]:
+        """One receipt. Which groups it dropped, whoever did it."""
+        self._folded = seq
+        try:
+            receipt = wire.decode(message, Receipt)
+        except wire.WireError as error:
+            log.error("receipt %d is unreadable and skipped: %s", seq, error)
+            return []
+        if not self.ledger.apply(receipt):
+            return []
+        dropped = []
+        for group_id in (receipt.group_id, *receipt.detail.get("lost", ())):
+            entry = self.ledger.entries.get(group_id)
+            if entry is not None and entry.issued and entry.fate == "dropped":
+                self.window.drop(entry.issue)
+                dropped.append(group_id)
+        return dropped
+
+
+async def _acknowledge(delivery: Delivery) -> None:
+    await delivery.ack()
+    failpoints.reach("trainer.acked")

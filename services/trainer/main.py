@@ -3,9 +3,10 @@
     begin (checkpoint, or model folder and supervised phase) -> publish weights -> for each update:
     take P groups -> forward and backward, micro-batch by micro-batch -> update -> receipts and weights -> checkpoint -> ack
 
-Guarantees: one trainer a run (a lease); a receipt `trained` is written after the update that used the group; its message is
-acknowledged only when a checkpoint covers it; the weights of each step are published once as a new version; a batch without
-any signal is a step that changes no weight. Told to stop, it saves what it has, acknowledges that, and leaves.
+Guarantees: one trainer a run (a lease; of two, the older is fenced by the queue, the DCS, the checkpoints and the ledger); a
+receipt `trained` is written after the update that used the group; its message is acknowledged only when a checkpoint covers it;
+the weights of each step are published once as a new version; a batch without any signal is a step that changes no weight. Told
+to stop, it saves what it has, acknowledges that, and leaves. Killed anywhere: tests/chaos/test_determinism.py.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from services.trainer.intake import Intake, Rollback, sample_steps
 from services.trainer.megatron.model import NativeOptionError
 from services.trainer.megatron.policy import NonFiniteError, StateMismatch
 from services.trainer.model_folder import ModelFolderError
+from services.trainer.rollback import roll_back
 from services.trainer.schedule import learning_rate
 from services.trainer.start import Interrupted, Start, begin, meta_of
 from services.trainer.tensorfile import DiskFullError
 from services.trainer.update import UpdateBatches
 from services.trainer.weights import WeightPublisher
-from shared import wire
-from shared.ledger import Ledger
+from shared import failpoints, rounds
 from shared.records import Group, Receipt
 from shared.service import Context, ServiceFailed
 from shared.tokenizer import TokenizerError
@@ -63,9 +64,10 @@ async def train(ctx: Context) -> None:
     start = await begin(ctx, store)
     publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
     version = await publisher.publish(start.step, start.policy.hf_tensors(), "resume" if start.resumed else "start")
+    intake = Intake(ctx, start.window, start.rollbacks, version)
+    await intake.restore()
     if start.resumed:
-        await roll_back(ctx, start, version)
-    intake = Intake(ctx, start.window, start.rollbacks)
+        await roll_back(ctx, start, intake.ledger, version)
     await intake.open()
     try:
         await Training(ctx, start, store, publisher, intake, version).run()
@@ -73,28 +75,6 @@ async def train(ctx: Context) -> None:
     finally:
         await intake.close()
         await publisher.close()
-
-
-async def roll_back(ctx: Context, start: Start, version: int) -> None:
-    """Put on record that updates after the checkpoint, if there were any, are undone.
-
-    Their groups come again, since nothing acknowledged them, but for those that a checkpoint covered which is damaged now:
-    they are dropped with reason `rollback`, and the controller issues their prompts again.
-    """
-    start.rollbacks.append(Rollback(version, start.step))
-    ledger = Ledger()
-    async for message, _ in ctx.queue.read("receipts"):
-        ledger.apply(wire.decode(message, Receipt))
-    gone = [group_id for step in range(start.step, start.acknowledged) for group_id in ledger.by_step.get(step, [])]
-    now = time.time()
-    rollback = Receipt("rollback", step=start.step, detail={"version": version}, replica=ctx.replica, at=now)
-    drops = [
-        Receipt("dropped", entry.group_id, entry.issue, entry.seat, entry.min_step, reason="rollback", at=now)
-        for entry in (ledger.entries[group_id] for group_id in gone)
-    ]
-    await ctx.queue.publish(ctx.subjects.receipts, rollback, msg_id=f"rollback:{version}")
-    await ctx.queue.publish_all([(ctx.subjects.receipts, drop, f"dropped:{drop.group_id}:{version}") for drop in drops])
-    await ctx.events.publish("rollback", f"to step {start.step}", step=start.step, version=version, lost=len(drops))
 
 
 class Training:
@@ -116,6 +96,7 @@ class Training:
         self.window_state = intake.window.state()
         self.uncovered: list[str] = []
         self.saved_step = start.step
+        self.next_issue = start.next_issue
 
     async def run(self) -> None:
         while self.step < self.config.steps and not self.ctx.stopping.is_set():
@@ -127,7 +108,9 @@ class Training:
             rate = learning_rate(self.step, self.config.steps, self.config.trainer.optimizer)
             with self.ctx.metrics.busy():
                 outcome = await self.ctx.compute(self.policy.update, sums["denominator"], rate)
+            failpoints.reach("trainer.updated")
             self.step += 1
+            self.next_issue = max(group.issue for group in groups) + 1
             self.window_state = self.intake.window.state()
             self.uncovered += [group.id for group in groups]
             await self.tell(groups)
@@ -158,7 +141,21 @@ class Training:
                             self.policy.forward_backward, packed, loss, self.config.sampling.temperature
                         )
                     )
+        if self.config.deterministic and not await self.intake.until_settled(self.round_end()):
+            self.policy.discard()
+            return None
         return batches.groups, merge(parts)
+
+    def round_end(self) -> int:
+        """Before the next weights exist, everything that is to be drawn under these has to be here (shared/rounds.py)."""
+        config = self.config
+        return rounds.end(
+            steps=config.steps,
+            groups_per_step=config.groups_per_step,
+            slots=config.slots,
+            step=self.step,
+            head=self.next_issue,
+        )
 
     async def loss_of(self, batches: list[PackedBatch]) -> Loss:
         """The loss; where it depends on all tokens of the update these are looked at first, without gradients."""
@@ -170,23 +167,29 @@ class Training:
 
     async def tell(self, groups: list[Group]) -> None:
         """Free the groups' slots, and give the new weights to the DCS."""
-        receipts = [
-            (self.ctx.subjects.receipts, receipt, f"trained:{receipt.group_id}:{self.version}")
-            for receipt in trained_receipts(groups, self.step - 1, self.intake.rollbacks)
-        ]
         with self.ctx.metrics.wait("weights"):
-            _, self.version = await asyncio.gather(
-                self.ctx.queue.publish_all(receipts),
+            telling = asyncio.gather(
+                self.write_receipts(groups),
                 self.publisher.publish(self.step, self.policy.hf_tensors(), "update"),
             )
+            _, self.version = await self.ctx.vouch(telling)
+        failpoints.reach("trainer.told")
+
+    async def write_receipts(self, groups: list[Group]) -> None:
+        receipts = trained_receipts(groups, self.step - 1, self.version, self.intake.rollbacks)
+        subject = self.ctx.subjects.receipts
+        await self.ctx.queue.publish_all([(subject, one, f"trained:{one.group_id}:{self.version}") for one in receipts])
+        failpoints.reach("trainer.receipts")
 
     async def checkpoint(self) -> None:
         """Save, and only then acknowledge what is saved."""
         with self.ctx.metrics.wait("checkpoint"):
-            meta = meta_of(self.window_state, self.intake.rollbacks)
+            meta = meta_of(self.window_state, self.intake.rollbacks, self.next_issue)
             meta |= {"version": self.version, "trained": self.uncovered}
             await self.ctx.compute(self.store.save, self.step, self.policy.state_dict(), meta)
-            await self.intake.covered(self.uncovered)
+            failpoints.reach("trainer.saved")
+            await self.ctx.vouch(self.intake.covered(self.uncovered))
+            failpoints.reach("trainer.covered")
         self.uncovered, self.saved_step = [], self.step
         await self.ctx.events.publish("checkpoint", f"step {self.step}", step=self.step, version=self.version)
 
@@ -195,7 +198,8 @@ class Training:
 
     def report(self, groups: list[Group], values: dict[str, float]) -> None:
         rewards = [float(r) for group in groups if group.rewards for r in group.rewards.total if r == r]
-        ages = [self.step - 1 - int(age) for group in groups for age in sample_steps(group, self.intake.rollbacks)]
+        drawn = [step for group in groups for step in sample_steps(group, self.intake.rollbacks) if step >= 0]
+        ages = [self.step - 1 - int(step) for step in drawn] or [0]
         self.ctx.metrics.emit(
             step=self.step,
             reward=sum(rewards) / len(rewards) if rewards else float("nan"),
@@ -206,8 +210,8 @@ class Training:
         )
 
 
-def trained_receipts(groups: list[Group], update: int, rollbacks: list[Rollback]) -> Iterator[Receipt]:
-    """One `trained` receipt a group: what the ledger counts and the audit checks."""
+def trained_receipts(groups: list[Group], update: int, version: int, rollbacks: list[Rollback]) -> Iterator[Receipt]:
+    """One `trained` receipt a group: what the ledger counts and the audit checks. `version`: what the update started from."""
     now = time.time()
     for group in groups:
         assert group.samples is not None
@@ -223,5 +227,6 @@ def trained_receipts(groups: list[Group], update: int, rollbacks: list[Rollback]
             sample_steps=sample_steps(group, rollbacks),
             tokens=len(group.samples.ids),
             reward=sum(scored) / len(scored) if scored else None,
+            detail={"version": version},
             at=now,
         )

@@ -44,8 +44,12 @@ class Start:
     step: int
     rollbacks: list[Rollback]
     resumed: bool
-    acknowledged: int = 0
+    next_issue: int = 0
+    """The issue number behind the last group that was trained."""
+    damaged_step: int = 0
     """Messages of groups trained before this step may be gone: a checkpoint that is damaged now covered them."""
+    damaged_sequence: int = 0
+    """The sequence number of that checkpoint."""
 
 
 def device_of(config: RunConfig) -> str:
@@ -69,16 +73,17 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
     await ctx.beat("loading model")
     seed_everything(config.seed)
     policy = await ctx.compute(_build, config)
+    await ctx.compute(store.claim)
     checkpoint: Checkpoint | None = await ctx.compute(store.load)
     if checkpoint is None:
         await _phases(ctx, policy)
         start = Start(policy, Window(config.window), 0, [], resumed=False)
-        await ctx.compute(store.save, 0, policy.state_dict(), meta_of(start.window.state(), []))
+        await ctx.compute(store.save, 0, policy.state_dict(), meta_of(start.window.state(), [], 0))
         return start
     for damage in checkpoint.damaged:
         await ctx.events.publish("checkpoint_damaged", f"{damage.path.name}: {damage.reason}", step=damage.step)
     await ctx.compute(policy.load_state_dict, checkpoint.tensors)
-    meta = checkpoint.meta
+    meta, damaged = checkpoint.meta, store.set_aside(checkpoint.entry.sequence)
     await ctx.events.publish(
         "resumed", f"from the checkpoint of step {checkpoint.entry.step}", step=checkpoint.entry.step
     )
@@ -88,14 +93,17 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
         checkpoint.entry.step,
         [Rollback(version, step) for version, step in meta["rollbacks"]],
         resumed=True,
-        acknowledged=max((damage.step for damage in checkpoint.damaged), default=0),
+        next_issue=meta["next_issue"],
+        damaged_step=max((entry.step for entry in damaged), default=0),
+        damaged_sequence=max((entry.sequence for entry in damaged), default=0),
     )
 
 
-def meta_of(window: dict[str, Any], rollbacks: list[Rollback]) -> dict[str, Any]:
+def meta_of(window: dict[str, Any], rollbacks: list[Rollback], next_issue: int) -> dict[str, Any]:
     """What a checkpoint holds beside the tensors. `window` says which groups were trained or dropped: all before its head,
     and those it names."""
-    return {"window": window, "rollbacks": [[rollback.version, rollback.step] for rollback in rollbacks]}
+    told = [[rollback.version, rollback.step] for rollback in rollbacks]
+    return {"window": window, "rollbacks": told, "next_issue": next_issue}
 
 
 def _build(config: RunConfig) -> Policy:

@@ -39,6 +39,10 @@ class Window(Generic[T]):
         """Whether the group was taken or dropped."""
         return issue < self.head or issue in self._taken or issue in self._dropped
 
+    def settled_below(self, issue: int) -> bool:
+        """Whether every group with a lower issue number was taken or dropped, or waits here."""
+        return all(self.resolved(number) or number in self._waiting for number in range(self.head, issue))
+
     def offer(self, issue: int, group: T) -> bool:
         """A group has arrived. False: it is resolved or here already, so this copy is to be acknowledged and forgotten."""
         if issue < 0:

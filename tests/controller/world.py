@@ -40,6 +40,7 @@ class Checkpoint:
     step: int
     window: dict[str, Any]
     rollbacks: list[tuple[int, int]]
+    next_issue: int = 0
 
 
 class World:
@@ -57,6 +58,7 @@ class World:
         self.rollouts = [Rollout() for _ in range(replicas)]
         self.scoring: list[Sampled] = []
         self.queue: dict[str, Sampled] = {}
+        self.queued_ids: set[str] = set()
         self.ages: list[int] = []
         self.start_controller()
         self.start_trainer(Checkpoint(0, Window(rules.window).state(), []))
@@ -134,8 +136,7 @@ class World:
 
     def start_sampling(self, number: int, which: int = 0) -> bool:
         rollout = self.rollouts[number]
-        waivers = self.stored_waivers if self.waive else Waivers()
-        able = [one for one in rollout.waiting if self.versions[rollout.version] >= waivers.min_step(one.group())]
+        able = [one for one in rollout.waiting if self.may_start(number, one)]
         if not able:
             return False
         chosen = able[which % len(able)]
@@ -144,11 +145,27 @@ class World:
         rollout.running.append(chosen)
         return True
 
+    def may_start(self, number: int, one: Sampled) -> bool:
+        waivers = self.stored_waivers if self.waive else Waivers()
+        return self.versions[self.rollouts[number].version] >= waivers.min_step(one.group())
+
     def finish_sampling(self, number: int, which: int = 0) -> bool:
         running = self.rollouts[number].running
         if not running:
             return False
         self.scoring.append(running.pop(which % len(running)))
+        return True
+
+    def pull_again(self, which: int = 0) -> bool:
+        """The broker has forgotten an ack, or the replica died just before it: a prompt is delivered that was sampled already."""
+        known = [entry for entry in self.credits.ledger.entries.values() if entry.group_id in self.prompt_ids]
+        if not known:
+            return False
+        entry = known[which % len(known)]
+        ticket = Ticket(
+            entry.group_id, self.credits.position_of(entry.group_id), entry.issue, entry.seat, entry.min_step
+        )
+        self.prompts.append(ticket)
         return True
 
     def kill_rollout(self, number: int) -> None:
@@ -163,7 +180,8 @@ class World:
         done = self.scoring.pop(which % len(self.scoring))
         if drop:
             self._drop(done.ticket, "zero_variance")
-        else:
+        elif done.ticket.group_id not in self.queued_ids:
+            self.queued_ids.add(done.ticket.group_id)
             self.queue[done.ticket.group_id] = done
         return True
 
@@ -180,6 +198,7 @@ class World:
         self.window_state = checkpoint.window
         self.trainer_folded = 0
         self.batch: list[Sampled] = []
+        self.next_issue = checkpoint.next_issue
         self.uncovered: list[str] = []
         self.delivered: set[str] = set()
 
@@ -189,7 +208,10 @@ class World:
         self.versions.append(self.step)
         version = len(self.versions) - 1
         self.rollbacks.append((version, self.step))
-        self.publish(Receipt("rollback", step=self.step), f"rollback:{version}")
+        self.publish(Receipt("rollback", step=self.step, detail=self.rollback_detail()), f"rollback:{version}")
+
+    def rollback_detail(self) -> dict[str, Any]:
+        return {"version": len(self.versions) - 1}
 
     def receive(self, which: int = 0) -> bool:
         """A message, or the news of drops."""
@@ -208,7 +230,8 @@ class World:
 
     def train(self) -> bool:
         """Take one group; when the batch is full, update and publish."""
-        taken = self.window.take(1) if self.step < self.rules.steps else []
+        missing = self.step < self.rules.steps and len(self.batch) < self.rules.groups_per_step
+        taken = self.window.take(1) if missing else []
         for _, group in taken:
             age = self.step - self._counted_step(group)
             if age > self.rules.max_staleness:
@@ -217,14 +240,19 @@ class World:
             else:
                 self.ages.append(age)
                 self.batch.append(group)
-        if len(self.batch) == self.rules.groups_per_step:
+        complete = len(self.batch) == self.rules.groups_per_step and self.may_update()
+        if complete:
             self._update()
-        return bool(taken)
+        return bool(taken) or complete
+
+    def may_update(self) -> bool:
+        return True
 
     def _update(self) -> None:
         for group in self.batch:
             at = group.ticket
-            receipt = Receipt("trained", at.group_id, at.issue, at.seat, at.min_step, step=self.step)
+            detail = {"version": len(self.versions) - 1}
+            receipt = Receipt("trained", at.group_id, at.issue, at.seat, at.min_step, step=self.step, detail=detail)
             self.publish(receipt, f"trained:{at.group_id}:{len(self.versions)}")
             self.uncovered.append(at.group_id)
         self.batch = []
@@ -234,7 +262,7 @@ class World:
 
     def checkpoint(self) -> None:
         """Durable first, acknowledged then."""
-        self.saved = Checkpoint(self.step, self.window_state, list(self.rollbacks))
+        self.saved = Checkpoint(self.step, self.window_state, list(self.rollbacks), self.next_issue)
         for group_id in self.uncovered:
             self.queue.pop(group_id, None)
         self.uncovered = []

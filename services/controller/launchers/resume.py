@@ -65,6 +65,7 @@ def _not_allowed(found: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]
         path: values
         for path, values in found.items()
         if not any(path == allowed or path.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
+        and (path, *values) != ("deterministic", True, False)  # a promise can be given up, not made half way
     }
 
 
