@@ -13,6 +13,7 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,11 @@ class Registry:
         keys = [key for key in await self._kv.keys() if key.startswith(prefix)]
         found = await asyncio.gather(*(self._kv.get(key) for key in keys))
         return [wire.decode(value[0], Heartbeat) for value in found if value is not None]
+
+    async def living(self, replicas: Iterable[str]) -> set[str]:
+        """Those of `replicas`, of whatever service, that have a heartbeat. One round trip, however many there are."""
+        beating = {key.rpartition(".")[2] for key in await self._kv.keys() if key.startswith(f"{BEATS}.")}
+        return {replica for replica in replicas if _token(replica) in beating}
 
     async def claim(self, service: str, replica: str = "") -> Lease:
         """Become the active one. Raises AlreadyActive, naming the holder."""

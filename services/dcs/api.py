@@ -21,6 +21,7 @@ from shared.errors import TransportError
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
+Wait = Annotated[float, Query(ge=0, le=20)]
 
 
 class PublishRequest(BaseModel):
@@ -138,9 +139,10 @@ def _version_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return shown(await coordinator.announce(version, request.publisher, request.epoch, request.host, request.port))
 
     @app.post("/versions/{version}/result")
-    async def result(version: int, request: ResultRequest) -> VersionAnswer:
-        """How the broadcast went, on the publisher's side."""
-        return shown(await coordinator.finish(version, request.publisher, request.ok, request.error, request.seconds))
+    async def result(version: int, request: ResultRequest, wait_s: Wait = 0.0) -> VersionAnswer:
+        """How the broadcast went, on the publisher's side; with `wait_s` answered as below."""
+        await coordinator.finish(version, request.publisher, request.ok, request.error, request.seconds)
+        return shown(await coordinator.wait_settled(version, wait_s))
 
     @app.get("/versions")
     async def known() -> list[VersionAnswer]:
@@ -156,7 +158,7 @@ def _version_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return shown(found)
 
     @app.get("/versions/{version}")
-    async def one(version: int, wait_s: Annotated[float, Query(ge=0, le=30)] = 0.0) -> VersionAnswer:
+    async def one(version: int, wait_s: Wait = 0.0) -> VersionAnswer:
         """The course of a version; with `wait_s`, once it is settled or the time is up."""
         return shown(await coordinator.wait_settled(version, wait_s))
 

@@ -75,10 +75,11 @@ class DcsClient:
         return await self._json("POST", f"/versions/{version}/announce", body)
 
     async def result(
-        self, version: int, *, publisher: str, ok: bool, error: str, seconds: dict[str, float]
+        self, version: int, *, publisher: str, ok: bool, error: str, seconds: dict[str, float], wait_s: float = 0.0
     ) -> dict[str, Any]:
+        """Tells how the broadcast went and returns the version's course, as `version` does."""
         body = {"publisher": publisher, "ok": ok, "error": error, "seconds": seconds}
-        return await self._json("POST", f"/versions/{version}/result", body)
+        return await self._json("POST", f"/versions/{version}/result?wait_s={wait_s}", body)
 
     async def upload(self, version: int, folder: Path, manifest: Manifest) -> None:
         """Send a snapshot to a DCS that does not see this host's disk."""

@@ -19,6 +19,7 @@ from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.versions import STATE_KEY, Group, Member, State, Version, Versions
 from shared.config import RunConfig
 from shared.errors import TransportError
+from shared.failpoints import reach
 from shared.kv import KV
 from shared.metrics import Events
 from shared.records import Announcement, Received
@@ -51,6 +52,8 @@ class Coordinator:
         self.url = url
         self.changes = 0
         self._rules = self._rules_over(State())
+        self._stored = b""
+        """The state as it lies in KV. Each change works on what is read from it."""
         self._revision: int | None = None
         self._sure = False
         """The stored state is known to be the one in memory."""
@@ -77,7 +80,7 @@ class Coordinator:
         await self.change(start)
         for version in self.state.versions:
             if version.phase == "announced" and time.time() < version.deadline:
-                await self._publish(version)
+                await self._publish(version, await self._manifest(version))
 
     async def _floor(self) -> int:
         """The highest version that ever left a trace: numbers must not be used again even if the KV bucket was lost."""
@@ -90,12 +93,12 @@ class Coordinator:
         async with self._lock:
             if not self._sure:
                 await self._reload()
-            rules = self._rules.fork()
+            rules = self._rules_over(State.load(self._stored))
             result = apply(rules)
             data = rules.state.dump()
-            if self._revision is None or data != self.state.dump():
+            if self._revision is None or data != self._stored:
                 await self._store(data)
-                self._rules = rules
+                self._rules, self._stored = rules, data
                 self.changes += 1
                 async with self._changed:
                     self._changed.notify_all()
@@ -103,7 +106,8 @@ class Coordinator:
 
     async def _reload(self) -> None:
         entry = await self._kv.get(STATE_KEY)
-        self._rules = self._rules_over(State() if entry is None else State.load(entry[0]))
+        self._stored = State().dump() if entry is None else entry[0]
+        self._rules = self._rules_over(State.load(self._stored))
         self._revision = None if entry is None else entry[1]
         self._sure = True
 
@@ -118,19 +122,23 @@ class Coordinator:
     # -- for the publisher --------------------------------------------------------------------------------------------
 
     async def allocate(self, step: int, digest: str, reason: str, publisher: str) -> Version:
-        return await self.change(
+        version = await self.change(
             lambda rules: rules.allocate(step=step, digest=digest, reason=reason, publisher=publisher, now=time.time())
         )
+        reach("dcs.allocated")
+        return version
 
     async def announce(self, version: int, publisher: str, epoch: int, host: str, port: int) -> Version:
-        await self._manifest(self._rules.get(version))
+        manifest = await self._manifest(self._rules.get(version))
         alive = await self._alive()
         known = await self.change(
             lambda rules: rules.announce(
                 version, publisher=publisher, epoch=epoch, host=host, port=port, alive=alive, now=time.time()
             )
         )
-        await self._publish(known)
+        reach("dcs.decided")
+        await self._publish(known, manifest)
+        reach("dcs.announced")
         await asyncio.to_thread(self._prune)
         return known
 
@@ -161,6 +169,8 @@ class Coordinator:
 
     async def wait_settled(self, version: int, wait_s: float) -> Version:
         """The version, once nothing more is awaited of it or the time is up."""
+        if wait_s <= 0:
+            return self._rules.get(version)
 
         def over() -> bool:
             return self._rules.get(version).phase in ("settled", "abandoned")
@@ -246,7 +256,8 @@ class Coordinator:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _alive(self) -> set[str]:
-        return {heartbeat.replica for heartbeat in await self._registry.alive()}
+        """Those who may count on it that have a heartbeat."""
+        return await self._registry.living(self._rules.replicas())
 
     async def _manifest(self, known: Version) -> Manifest:
         manifest = await asyncio.to_thread(snapshots.read, self.snapshots, known.version)
@@ -256,8 +267,7 @@ class Coordinator:
             )
         return manifest
 
-    async def _publish(self, known: Version) -> None:
-        manifest = await self._manifest(known)
+    async def _publish(self, known: Version, manifest: Manifest) -> None:
         announcement = Announcement(
             version=known.version,
             step=known.step,
@@ -277,6 +287,7 @@ class Coordinator:
         )
 
     def _prune(self) -> None:
+        reach("dcs.purging")
         newest = [known.version for known in self._rules.announced()][: self._config.dcs.keep_snapshots]
         if gone := snapshots.prune(self.snapshots, keep=set(newest), below=newest[0]):
             log.info("removed the snapshots of versions %s", gone)

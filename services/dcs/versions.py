@@ -22,7 +22,7 @@ from shared.wire import decode, encode, schema
 
 STATE_KEY = "dcs"
 """Where the state lies in the run's config bucket."""
-KEPT_VERSIONS = 32
+KEPT_VERSIONS = 16
 """Versions whose course is remembered; older ones leave only their number behind."""
 KEPT_PUBLISHERS = 16
 """Replaced publishers that are still recognised and refused."""
@@ -145,13 +145,10 @@ class State:
 
 
 class Versions:
-    """The rules over a State. The caller works on a copy (`fork`) and keeps it only once its state is stored."""
+    """The rules over a State. The caller works on a copy and keeps it only once it is stored."""
 
     def __init__(self, state: State, *, timeout_s: float, heartbeat_ttl_s: float) -> None:
         self.state, self.timeout_s, self.heartbeat_ttl_s = state, timeout_s, heartbeat_ttl_s
-
-    def fork(self) -> Versions:
-        return Versions(State.load(self.state.dump()), timeout_s=self.timeout_s, heartbeat_ttl_s=self.heartbeat_ttl_s)
 
     def get(self, version: int) -> Version:
         for known in reversed(self.state.versions):
@@ -165,6 +162,15 @@ class Versions:
     def announced(self) -> list[Version]:
         """Those that were announced, the newest first."""
         return [known for known in reversed(self.state.versions) if known.announced_at]
+
+    def replicas(self) -> set[str]:
+        """Everyone whose heartbeat matters here."""
+        state = self.state
+        members = [
+            *state.members,
+            *(member for known in state.versions if known.group for member in known.group.members),
+        ]
+        return {member.replica for member in members} | state.held.keys()
 
     # -- the publisher ------------------------------------------------------------------------------------------------
 

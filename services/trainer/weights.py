@@ -1,10 +1,11 @@
 """Publishes the policy's weights: a copy, a version of the DCS, a snapshot, and a broadcast to the members of the group.
 
-`publish` returns as soon as the weights are copied and have their number; training goes on while a background task writes the
-snapshot, meets the members and sends. One publication is under way at a time. Guarantees: a version is announced only when
-its snapshot is complete; every step has a deadline, so a member that is dead or stopped costs at most `dcs.timeout_s` and is
-left behind; a DCS that is away is waited for, and asked again without a second version arising. A trainer process is one
-publisher: when a newer one has published, this one is refused and must stop. tests/dcs/test_publisher.py, test_weights.py.
+`hand_over` returns as soon as the weights are copied; training goes on while a background task asks for their number, writes
+the snapshot, meets the members and sends. Publications follow each other: while the answers to one come in the next may be
+copied, but no more. Guarantees: a version is announced only when its snapshot is complete; every step has a deadline, so a
+member that is dead or stopped costs at most `dcs.timeout_s` and is left behind; a DCS that is away is waited for, and asked
+again without a second version arising. A trainer process is one publisher: when a newer one has published, this one is refused
+and must stop. tests/dcs/test_publisher.py, test_weights.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from services.dcs.collective import CollectiveError
 from services.dcs.snapshots import Manifest
 from services.dcs.versions import FAILED_GRACE_S
 from services.trainer.weight_copy import Copier, Copy, write_snapshot
+from shared import failpoints
 from shared.service import Context, ServiceFailed
 
 log = logging.getLogger(__name__)
@@ -49,10 +51,18 @@ UPLOAD_FIRST = 412
 class Publication:
     """One version on its way."""
 
-    version: int
     step: int
+    reason: str
     copy: Copy
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float]
+    version: int = 0
+    numbered: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+    """The copy is of no further use."""
+    group: dict[str, Any] | None = None
+    """Whom it is sent to."""
+    error: str = ""
+    """Why that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +89,35 @@ class WeightPublisher:
         self._joined: Joined | None = None
         self._spare: dist.TCPStore | None = None
         """Where the next group will meet."""
+        self._last: Publication | None = None
         self._delivery: asyncio.Task[None] | None = None
+        """Of the last publication; it is done after those before."""
         self._stop_seen = 0.0
 
     async def publish(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]], reason: str) -> int:
-        """Copy the weights after `step` updates and return their version. Waits for the last publication to settle first."""
+        """Hand the weights after `step` updates over and return their version."""
+        await self.hand_over(step, tensors, reason)
+        return await self.numbered()
+
+    async def hand_over(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]], reason: str) -> None:
+        """Copy the weights, to be published after the earlier ones. Waits while the last copy is still being sent. Raises what
+        went wrong with an earlier publication."""
         started = time.monotonic()
-        await self.settled()
-        waited = time.monotonic() - started
+        if self._last is not None:
+            await self._until(self._last.sent, "waiting for the members")
+        if self._delivery is not None and self._delivery.done():
+            self._delivery.result()
+        seconds = {"publish_wait_s": time.monotonic() - started}
         copy = await self._ctx.compute(self._copier.copy, tensors)
-        answer = await self._ask(
-            lambda: self._dcs.allocate(publisher=self._incarnation, step=step, digest=copy.digest, reason=reason),
-            beat=True,
-        )
-        publication = Publication(int(answer["version"]), step, copy)
-        publication.seconds |= {"publish_wait_s": waited, "copy_s": copy.copy_s, "checksum_s": copy.checksum_s}
-        self._delivery = asyncio.create_task(self._deliver(publication))
-        return publication.version
+        seconds |= {"copy_s": copy.copy_s, "checksum_s": copy.checksum_s}
+        self._last = Publication(step, reason, copy, seconds)
+        self._delivery = asyncio.create_task(self._deliver(self._last, self._delivery))
+
+    async def numbered(self) -> int:
+        """The version of what was handed over last, as soon as the DCS has given it. Raises what went wrong."""
+        assert self._last is not None
+        await self._until(self._last.numbered, "waiting for the DCS")
+        return self._last.version
 
     async def settled(self) -> None:
         """Until the last publication is sent and answered, or its stragglers are left behind. Raises what went wrong."""
@@ -106,6 +128,19 @@ class WeightPublisher:
                 delivery.result()
             else:
                 await self._ctx.beat("waiting for the members")
+
+    async def _until(self, reached: asyncio.Event, state: str) -> None:
+        """Until the last publication has got that far. Raises why it does not."""
+        while self._delivery is not None and not reached.is_set():
+            waiting = asyncio.create_task(reached.wait())
+            await asyncio.wait({waiting, self._delivery}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if reached.is_set():
+                break
+            if self._delivery.done():
+                self._delivery.result()
+                break
+            await self._ctx.beat(state)
 
     async def close(self) -> None:
         """Settle, leave the group, and end. What cannot be finished is logged."""
@@ -120,11 +155,16 @@ class WeightPublisher:
 
     # -- one publication ----------------------------------------------------------------------------------------------
 
-    async def _deliver(self, publication: Publication) -> None:
+    async def _deliver(self, publication: Publication, before: asyncio.Task[None] | None) -> None:
         try:
+            if before is not None:
+                await before
+            await self._number(publication)
             await self._send(publication)
+            publication.sent.set()
+            await self._settle(publication)
         except DcsUnavailable as error:
-            if not self._ctx.stopping.is_set():
+            if not self._ctx.stopping.is_set() or not publication.version:
                 raise
             log.warning("version %d was not finished before the stop: %s", publication.version, error)
         finally:
@@ -135,25 +175,45 @@ class WeightPublisher:
                 **publication.seconds,
             )
 
+    async def _number(self, publication: Publication) -> None:
+        with _timed(publication, "number_s"):
+            answer = await self._ask(
+                lambda: self._dcs.allocate(
+                    publisher=self._incarnation,
+                    step=publication.step,
+                    digest=publication.copy.digest,
+                    reason=publication.reason,
+                )
+            )
+        publication.version = int(answer["version"])
+        publication.numbered.set()
+
     async def _send(self, publication: Publication) -> None:
         with _timed(publication, "snapshot_s"):
             manifest = await asyncio.to_thread(self._write, publication)
+        failpoints.reach("weights.snapshot")
         await self._in_thread(self._meet)
-        group = await self._announce(publication, manifest)
-        error = ""
+        with _timed(publication, "announce_s"):
+            group = publication.group = await self._announce(publication, manifest)
+        failpoints.reach("weights.announced")
         if group is not None:
-            error = await self._in_thread(lambda: self._broadcast(publication, group))
+            publication.error = await self._in_thread(lambda: self._broadcast(publication, group))
+        failpoints.reach("weights.sent")
+
+    async def _settle(self, publication: Publication) -> None:
+        """Tell the result, and wait until every member has answered or is left behind. A group that failed is given up."""
         with _timed(publication, "settle_s"):
-            await self._ask(
+            status = await self._ask(
                 lambda: self._dcs.result(
                     publication.version,
                     publisher=self._incarnation,
-                    ok=not error,
-                    error=error,
+                    ok=not publication.error,
+                    error=publication.error,
                     seconds=publication.seconds,
+                    wait_s=POLL_S,
                 )
             )
-            if not await self._await_answers(publication.version) or group is None:
+            if not await self._await_answers(publication.version, status) or publication.group is None:
                 await self._in_thread(self._leave)
 
     def _write(self, publication: Publication) -> Manifest:
@@ -190,15 +250,16 @@ class WeightPublisher:
 
         return (await self._ask(tell_with_files))["group"]
 
-    async def _await_answers(self, version: int) -> bool:
-        """Until every member has answered or is left behind. True if all have it by this broadcast."""
+    async def _await_answers(self, version: int, status: dict[str, Any]) -> bool:
+        """True if all members have it by this broadcast. `status` is what the DCS said last."""
         deadline = time.monotonic() + self._options.timeout_s + FAILED_GRACE_S + SETTLE_MARGIN_S
-        while time.monotonic() < deadline:
+        while status["phase"] == "announced":
+            if time.monotonic() > deadline:
+                text = f"the DCS does not settle version {version}"
+                await self._ctx.events.publish("not_settled", text, version=version)
+                return False
             status = await self._ask(lambda: self._dcs.version(version, wait_s=POLL_S))
-            if status["phase"] != "announced":
-                return bool(status["clean"])
-        await self._ctx.events.publish("not_settled", f"the DCS does not settle version {version}", version=version)
-        return False
+        return bool(status["clean"])
 
     # -- in the broadcast thread --------------------------------------------------------------------------------------
 
@@ -246,12 +307,10 @@ class WeightPublisher:
 
     # -- the DCS ------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, call: Callable[[], Awaitable[T]], beat: bool = False) -> T:
-        """Ask the DCS, waiting for one that is away. `beat` only where the worker's own loop waits here."""
+    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Ask the DCS, waiting for one that is away."""
 
         async def pause(seconds: float) -> bool:
-            if beat:
-                await self._ctx.beat("waiting for the DCS")
             if self._ctx.stopping.is_set():
                 self._stop_seen = self._stop_seen or time.monotonic()
                 if time.monotonic() - self._stop_seen > STOP_GRACE_S:

@@ -40,11 +40,13 @@ async def test_alive_until_the_heartbeat_runs_out(broker: EmbeddedBroker, connec
         ("rollout", "host-1.local", 0),
         ("trainer", "0", 0),
     ]
+    assert await long.living(["host-1.local", "0", "c"]) == {"host-1.local", "0"}
 
     async def only_b() -> bool:
         return [h.replica for h in await long.alive("rollout")] == ["b"]
 
     await until(only_b, "the dead replica is gone")
+    assert await long.living(["host-1.local", "b"]) == {"b"}
     await long.leave("rollout", "b")
     assert await long.alive("rollout") == []
 
