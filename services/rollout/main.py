@@ -52,14 +52,15 @@ async def main(ctx: Context) -> None:
 async def _with_engine(ctx: Context, cache: Path) -> None:
     receiver = WeightReceiver(ctx, cache)
     await ctx.beat("fetching weights")
-    if (start := await receiver.bootstrap()) is None:
+    if (start := await ctx.vouch(receiver.bootstrap())) is None:
         return
     await ctx.beat("starting engine")
     async with AsyncExitStack() as stack:
-        process = await EngineProcess.start_for(ctx.config, start.folder, weight_version=str(start.version))
+        starting = EngineProcess.start_for(ctx.config, start.folder, weight_version=str(start.version))
+        process = await ctx.vouch(starting)
         stack.push_async_callback(process.stop)
         engine = await stack.enter_async_context(EngineClient(process.url))
-        await receiver.attach(engine, start)
+        await ctx.vouch(receiver.attach(engine, start))
         await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)
         await Worker(ctx, engine, receiver, Tokenizer(start.folder)).run()
 
@@ -171,13 +172,12 @@ class Worker:
             group.samples = samples
         failpoints.reach("rollout.sampled")
         await ctx.queue.publish(ctx.subjects.reward_requests, group, msg_id=group.id)
-        await delivery.ack()
         failpoints.reach("rollout.stored")
+        await delivery.ack()
         self.groups += 1
         self.samples += group.sampling.n
         self.tokens += len(group.samples.ids)
 
-    async def _drop(self, group: Group, why: str) -> None:
     async def _have_weights(self, group: Group) -> bool:
         """Wait for verified weights under which the group may be drawn. False when the service is to stop."""
         ctx, needed = self.ctx, group.min_step
@@ -196,6 +196,7 @@ class Worker:
         group.times |= {"started": started, "sampled": time.time()}
         return collect(answers, group.sampling.n, self.tokenizer, self.receiver.step_of)
 
+    async def _drop(self, group: Group, why: str) -> None:
         ctx = self.ctx
         await ctx.events.publish(
             "dropped", f"{group.id}: prompt_too_long: {why}", group=group.id, reason="prompt_too_long"
