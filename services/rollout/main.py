@@ -88,6 +88,7 @@ class Worker:
         finally:
             await puller.stop()
             await self._drain(slots)
+            await self.receiver.leave()  # while it still follows: a broadcast that counts on this engine is finished first
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
