@@ -18,7 +18,7 @@ VARIABLE = "SLIPSTREAM_FAILPOINT"
 POINTS = {
     "trainer.updated": "weights changed; no receipt, nothing published",
     "trainer.receipts": "some receipts of the update are out, others not",
-    "trainer.told": "receipts are out and the weights have a version",
+    "trainer.told": "receipts are out and the weights are copied",
     "weights.snapshot": "the snapshot of a version is complete, but not announced",
     "weights.announced": "announced, not sent",
     "weights.sent": "sent, the DCS does not know it",

@@ -78,7 +78,7 @@ async def train(ctx: Context) -> None:
 
 
 class Training:
-    """The loop. `step` counts finished updates."""
+    """The loop. `step` counts finished updates; `version` is that of the weights which the last one started from."""
 
     def __init__(
         self,
@@ -166,13 +166,14 @@ class Training:
         return policy_loss(algorithm, await self.ctx.compute(first_pass, algorithm, seen))
 
     async def tell(self, groups: list[Group]) -> None:
-        """Free the groups' slots, and give the new weights to the DCS."""
+        """Free the groups' slots, and hand the new weights over: they get their number while the next update is under way."""
         with self.ctx.metrics.wait("weights"):
+            self.version = await self.publisher.numbered()
             telling = asyncio.gather(
                 self.write_receipts(groups),
-                self.publisher.publish(self.step, self.policy.hf_tensors(), "update"),
+                self.publisher.hand_over(self.step, self.policy.hf_tensors(), "update"),
             )
-            _, self.version = await self.ctx.vouch(telling)
+            await self.ctx.vouch(telling)
         failpoints.reach("trainer.told")
 
     async def write_receipts(self, groups: list[Group]) -> None:
