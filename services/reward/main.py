@@ -1,7 +1,7 @@
 """The reward service: two stages, each a durable consumer that any number of replicas share.
 
     rewards.requests -> score in the pool -> trajectories
-    trajectories -> evaluated | filter -> dropped, or advantages -> advantages
+    trajectories -> evaluated | filter -> dropped, or advantages -> advantages (by way of the stages that the algorithm needs)
 
 Guarantees: a message is acknowledged only after what it became is stored; everything is published under the group's id, so that
 doing it twice leaves one result; a message that cannot be read goes to the dead letters and its group is dropped; told to stop,
@@ -28,6 +28,7 @@ from shared.errors import AckTimeout
 from shared.pull import Delivery, Puller
 from shared.records import Group, Receipt
 from shared.service import Context
+from shared.stages import hand_on
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +62,10 @@ class Reward:
         self.emitted = 0.0
 
     async def run(self) -> None:
-        tries = self.config.reward.max_deliveries
-        requests = await self.ctx.queue.pull("rewards", "reward", prefetch=self.pool.size, max_deliveries=tries)
-        trajectories = await self.ctx.queue.pull(
-            "trajectories", "advantages", prefetch=2 * ADVANTAGE_TASKS, max_deliveries=tries
+        tries, wait_s, pull = self.config.reward.max_deliveries, self.config.redeliver_after_s, self.ctx.queue.pull
+        requests = await pull("rewards", "reward", prefetch=self.pool.size, max_deliveries=tries, ack_wait_s=wait_s)
+        trajectories = await pull(
+            "trajectories", "advantages", prefetch=2 * ADVANTAGE_TASKS, max_deliveries=tries, ack_wait_s=wait_s
         )
         loops = [
             *(self._loop(requests, "reward", self.score) for _ in range(self.pool.size)),
@@ -155,7 +156,7 @@ class Reward:
             scores_G = shaped_rewards(group.rewards.total, group.samples.lengths, algorithm, limit)
             group.advantages = group_advantages(scores_G, algorithm.advantage)
             group.times["advantages"] = time.time()
-            await queue.publish(subjects.advantages, group, msg_id=group.id)
+            await hand_on(queue, group, self.config)
         failpoints.reach("advantages.stored")
         self.passed += 1
 

@@ -76,7 +76,13 @@ class Worker:
     async def run(self) -> None:
         """Sample until told to stop, then drain."""
         options = self.ctx.config.rollout
-        puller = await self.ctx.queue.pull("prompts", "rollout", prefetch=0, max_deliveries=options.max_deliveries)
+        puller = await self.ctx.queue.pull(
+            "prompts",
+            "rollout",
+            prefetch=0,
+            max_deliveries=options.max_deliveries,
+            ack_wait_s=self.ctx.config.redeliver_after_s,
+        )
         following = asyncio.create_task(self.receiver.run())
         slots = [asyncio.create_task(self._slot(puller)) for _ in range(options.max_running_groups)]
         try:
@@ -88,7 +94,9 @@ class Worker:
         finally:
             await puller.stop()
             await self._drain(slots)
-            await self.receiver.leave()  # while it still follows: a broadcast that counts on this engine is finished first
+            await (
+                self.receiver.leave()
+            )  # while it still follows: a broadcast that counts on this engine is finished first
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
