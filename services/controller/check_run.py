@@ -13,7 +13,8 @@ from typing import Any
 
 from services.reward.scoring import FunctionError, load
 from services.trainer.model_folder import ModelFolderError, read_architecture
-from shared.config import ConfigError, DataConfig, RewardFunction, RunConfig
+from shared.config import ConfigError, RunConfig
+from shared.sections import DataConfig, RewardFunction
 
 FIRST_RECORDS = 4
 

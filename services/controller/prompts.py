@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shared.config import ConfigError, DataConfig, RunConfig
+from shared.config import ConfigError, RunConfig
+from shared.sections import DataConfig
 
 REASONING_GYM = "reasoning_gym:"
 GYM_CHUNK = 1000

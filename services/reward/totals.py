@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.reward.scoring import Outcome
-from shared.config import ConfigError, RewardConfig
+from shared.config import ConfigError
 from shared.records import Rewards, floats
+from shared.sections import RewardConfig
 
 
 def names_of(config: RewardConfig) -> list[str]:

@@ -19,7 +19,7 @@ from services.trainer.algorithms.reductions import merge
 from services.trainer.batches import Packer, TrainSample, pack
 from services.trainer.megatron.policy import Policy
 from services.trainer.schedule import learning_rate
-from shared.config import PreferencesConfig
+from shared.sections import PreferencesConfig
 
 Pair = tuple[TrainSample, TrainSample]
 """The better and the worse completion of one prompt."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from shared.config import OptimizerConfig
+from shared.sections import OptimizerConfig
 
 
 def learning_rate(step: int, total_steps: int, options: OptimizerConfig) -> float:

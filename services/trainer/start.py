@@ -25,8 +25,9 @@ from services.trainer.megatron.policy import Policy
 from services.trainer.preferences import Pair, PreferenceStep, preference_pair, run_preferences
 from services.trainer.warm_start import Demonstration, WarmStep, run_warm_start
 from services.trainer.window import Window
-from shared.config import ConfigError, PreferencesConfig, RunConfig, WarmStartConfig
+from shared.config import ConfigError, RunConfig
 from shared.records import Group
+from shared.sections import PreferencesConfig, WarmStartConfig
 from shared.service import Context
 from shared.tokenizer import Tokenizer
 

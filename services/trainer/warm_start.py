@@ -17,7 +17,7 @@ from services.trainer.algorithms.sft import sft
 from services.trainer.batches import TrainSample, pack
 from services.trainer.megatron.policy import Policy
 from services.trainer.schedule import learning_rate
-from shared.config import WarmStartConfig
+from shared.sections import WarmStartConfig
 
 Demonstration = tuple[Sequence[int], Sequence[int]]
 """(prompt ids, completion ids); the completion ends with the end-of-text id if the policy shall learn to stop."""

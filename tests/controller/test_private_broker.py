@@ -7,7 +7,7 @@ import pytest
 
 from services.controller.launchers.broker import PrivateBroker, serving
 from shared.broker import BrokerError
-from shared.config import BrokerConfig
+from shared.sections import BrokerConfig
 from tests.shared.runs import make_config, until
 
 

@@ -19,7 +19,8 @@ from services.controller.cli import app
 from services.controller.launchers.broker import PrivateBroker, serving
 from services.controller.launchers.resume import settle
 from shared.broker import EmbeddedBroker, find_binary
-from shared.config import BrokerConfig, load
+from shared.config import load
+from shared.sections import BrokerConfig
 from tests.shared.runs import until
 
 TASK = """

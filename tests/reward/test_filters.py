@@ -10,8 +10,9 @@ import pytest
 from services.reward.filters import FILTERS, drop_reason
 from services.reward.scoring import Outcome
 from services.reward.totals import combine, kinds, names_of
-from shared.config import ConfigError, RewardConfig
+from shared.config import ConfigError
 from shared.records import Group, Rewards, Samples, Sampling, floats, ints
+from shared.sections import RewardConfig
 
 NAN = float("nan")
 

@@ -61,7 +61,7 @@ def make_policy(tied_folder: Path) -> Callable[..., Any]:
 
     def make(folder: Path = tied_folder, dtype: str = "float32", seed: int = 0, **fields: Any) -> Any:
         from services.trainer.megatron.policy import Policy
-        from shared.config import TrainerConfig
+        from shared.sections import TrainerConfig
 
         return Policy.create(folder, TrainerConfig(**fields), dtype=dtype, seed=seed)
 

@@ -213,7 +213,7 @@ def test_nothing_is_compiled_so_that_no_c_compiler_is_needed(make_policy: Callab
 def test_compatibility_is_needed_and_can_be_switched_off(tied_folder: Path) -> None:
     """Without it megatron fails on a machine without CUDA: the day it does not, the module can go."""
     code = (
-        "import sys; from services.trainer.megatron.policy import Policy; from shared.config import TrainerConfig; "
+        "import sys; from services.trainer.megatron.policy import Policy; from shared.sections import TrainerConfig; "
         "Policy.create(sys.argv[1], TrainerConfig())"
     )
     done = subprocess.run(

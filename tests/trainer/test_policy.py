@@ -14,7 +14,7 @@ from services.trainer.algorithms.reductions import merge
 from services.trainer.algorithms.sft import sft
 from services.trainer.batches import PackedBatch, TrainSample, pack
 from shared.algorithms import GrpoConfig
-from shared.config import OptimizerConfig
+from shared.sections import OptimizerConfig
 from tests.trainer.conftest import samples
 from tests.trainer.test_megatron import gradients
 

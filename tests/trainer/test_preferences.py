@@ -19,7 +19,8 @@ from services.trainer.preferences import (
     run_preferences,
     with_reference,
 )
-from shared.config import ConfigError, OptimizerConfig, PreferencesConfig
+from shared.config import ConfigError
+from shared.sections import OptimizerConfig, PreferencesConfig
 from tests.trainer.test_advantages import run_of
 
 END = 1

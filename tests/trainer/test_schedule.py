@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.trainer.schedule import learning_rate
-from shared.config import OptimizerConfig
+from shared.sections import OptimizerConfig
 
 
 def rates(total: int, **options: object) -> list[float]:

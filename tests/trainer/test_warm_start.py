@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from services.trainer.warm_start import WarmStep, run_warm_start
-from shared.config import OptimizerConfig, WarmStartConfig
+from shared.sections import OptimizerConfig, WarmStartConfig
 
 END = 1
 DEMONSTRATIONS = [([a, b], [b, a, END]) for a in range(2, 8) for b in range(2, 8)]

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from shared.broker import BrokerError, EmbeddedBroker, PortTaken, serves_jetstream
-from shared.config import BrokerConfig, RunConfig
+from shared.config import RunConfig
+from shared.sections import BrokerConfig
 
 STOP_DEADLINE_S = 10.0
 PORT_TRIES = 3

@@ -34,7 +34,7 @@ from services.trainer.megatron.compat import cuda_type_names
 from services.trainer.megatron.model import PackedLayout, PolicyModel, build_model, native_options, transformer_config
 from services.trainer.megatron.weights import iter_hf, load_hf, save_hf
 from services.trainer.model_folder import Architecture, read_architecture
-from shared.config import OptimizerConfig, TrainerConfig
+from shared.sections import OptimizerConfig, TrainerConfig
 
 TOP_IDS = "teacher_top_ids"
 """The column whose ids the policy scores beside the sampled ones."""

@@ -1,0 +1,1 @@
+"""Speed and memory, each as a ratio against a named baseline in one run; each ends with one line of JSON."""
