@@ -43,9 +43,30 @@ def needed(run: RunConfig) -> dict[str, int]:
 
 
 def travelling(run: RunConfig) -> dict[str, int]:
-    """Those of them that a group brings along; a reference inside the trainer's process adds its own there."""
-    inside = {"reference_logprobs"} if run.reference is not None and run.reference.place == "trainer" else set()
+    """Those of them that a group brings along. The critic, and a reference with `place: trainer`, add theirs in the trainer."""
+    inside = {"values"} if "reference" in stages(run) else {"values", "reference_logprobs"}
     return {name: width for name, width in needed(run).items() if name not in inside}
+
+
+def stages(run: RunConfig) -> list[str]:
+    """The roles that have a process of their own between reward and trainer, in the order in which a group passes them."""
+    options = run.algorithm
+    roles = ["teacher"] if options.distill.coef > 0 and run.teacher is not None else []
+    if options.kl.coef > 0 and run.reference is not None and run.reference.place == "service":
+        roles.append("reference")
+    return roles
+
+
+def added_by(role: str, run: RunConfig) -> dict[str, int]:
+    """The columns that the stage `role` adds."""
+    return {name: width for name, width in needed(run).items() if name.startswith(f"{role}_")}
+
+
+def next_stage(run: RunConfig, after: str | None = None) -> str | None:
+    """Where a group goes once `after` (None: the reward service) is done with it; None: to the trainer."""
+    roles = stages(run)
+    rest = roles if after is None else roles[roles.index(after) + 1 :]
+    return rest[0] if rest else None
 
 
 def missing(group: Group, expected: Mapping[str, int]) -> str | None:

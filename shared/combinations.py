@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shared import columns
 from shared.algorithms import (
     CispoConfig,
     DapoConfig,
@@ -41,6 +42,7 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     yield from _advantages(run)
     yield from _corrections(run.algorithm)
     yield from _models(run)
+    yield from _stages(run)
     yield from _kl(run.algorithm)
     yield from _own(run)
     yield from _deterministic(run)
@@ -105,6 +107,21 @@ def _models(run: RunConfig) -> Iterator[str]:
             yield "teacher.top_k: distill.form 'top_k' needs the teacher's likeliest tokens; set how many, such as 64"
         if options.distill.form == "sampled" and run.teacher.top_k > 0:
             yield "teacher.top_k: distill.form 'sampled' does not use them; set it to 0, or distill.form: top_k"
+
+
+def _stages(run: RunConfig) -> Iterator[str]:
+    roles = columns.stages(run)
+    if roles and run.sampling.temperature != 1:
+        inside = "" if roles == ["teacher"] else ", or use reference.place: trainer"
+        yield (
+            f"sampling.temperature: the {roles[0]}'s engine scores tokens at temperature 1, but the policy draws them at "
+            f"{run.sampling.temperature}; set it to 1{inside}"
+        )
+    if "reference" in roles and run.deterministic and run.reference is not None and run.reference.refresh_every:
+        yield (
+            "reference.refresh_every: with deterministic: true the group must not depend on when another process takes the new "
+            "reference; set it to 0, or reference.place: trainer"
+        )
 
 
 def _kl(options: PolicyOptions) -> Iterator[str]:

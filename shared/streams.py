@@ -45,6 +45,8 @@ SPECS = {
         StreamSpec("prompts", "workqueue", "new", 0.04),
         StreamSpec("rewards", "workqueue", "new", 0.12),
         StreamSpec("trajectories", "limits", "old", 0.18),
+        StreamSpec("teacher", "workqueue", "new", 0.01),
+        StreamSpec("reference", "workqueue", "new", 0.01),
         StreamSpec("advantages", "workqueue", "new", 0.18),
         StreamSpec("receipts", "limits", "old", 0.04),
         StreamSpec("weights", "limits", "old", 0.01),
@@ -53,7 +55,7 @@ SPECS = {
         StreamSpec("dead", "limits", "old", 0.03),
         # Payloads above MESSAGE_LIMIT. Those of work queues go when their message is acked, those of logs when room is needed.
         StreamSpec("blobs", "limits", "new", 0.20, per_subject=1),
-        StreamSpec("archive", "limits", "old", 0.12, per_subject=1),
+        StreamSpec("archive", "limits", "old", 0.09, per_subject=1),
     )
 }
 assert tuple(SPECS) == STREAMS
@@ -123,6 +125,7 @@ def needs(config: RunConfig) -> dict[str, int]:
     }
     if size > MESSAGE_LIMIT:
         return needed | {"blobs": (on_the_way + unsaved) * size, "archive": on_the_way * size}
+    needed |= dict.fromkeys(columns.stages(config), on_the_way * size)
     return needed | {"rewards": on_the_way * size, "trajectories": on_the_way * size, "advantages": unsaved * size}
 
 

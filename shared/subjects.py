@@ -14,6 +14,8 @@ STREAMS = (
     "prompts",
     "rewards",
     "trajectories",
+    "teacher",
+    "reference",
     "advantages",
     "receipts",
     "weights",
@@ -54,6 +56,10 @@ class Subjects:
     @property
     def trajectories(self) -> str:
         return f"{self.run}.trajectories"
+
+    def stage(self, role: str) -> str:
+        """Groups that wait for the model of `role` (shared/columns.py)."""
+        return f"{self.run}.{role}"
 
     @property
     def advantages(self) -> str:
@@ -96,6 +102,8 @@ class Subjects:
             "prompts": self.prompts,
             "rewards": self.reward_requests,
             "trajectories": self.trajectories,
+            "teacher": self.stage("teacher"),
+            "reference": self.stage("reference"),
             "advantages": self.advantages,
             "receipts": self.receipts,
         }

@@ -125,6 +125,8 @@ def test_a_wrong_option_is_named_by_its_path(algorithm, message):
         ({"name": "decoupled_ppo", "old_logprobs": "rollout"}, {}, "so nothing is decoupled; use 'interpolated'"),
         ({"name": "gspo", "advantage": {"name": "returns"}}, {}, "algorithm.form: advantages that differ by token"),
         ({"name": "sapo", "level": "sequence", "advantage": {"name": "returns"}}, {}, "algorithm.level: advantages that"),
+        ({"name": "opd"}, {"teacher": {"path": "t"}, "sampling": {"temperature": 0.7}}, "the teacher's engine scores tokens at temperature 1"),
+        ({"kl": {"coef": 1}}, {"reference": {"refresh_every": 5}, "deterministic": True}, "reference.refresh_every: with deterministic"),
         ({"max_tokens": 5}, {}, "algorithm.max_tokens: only the reduction 'constant' divides by it"),
     ],
 )  # fmt: skip

@@ -38,6 +38,8 @@ def test_a_queue_never_discards_and_a_log_never_blocks() -> None:
     assert {name for name, spec in SPECS.items() if spec.retention == "workqueue"} == {
         "prompts",
         "rewards",
+        "teacher",
+        "reference",
         "advantages",
     }
     for spec in SPECS.values():
@@ -52,6 +54,8 @@ def test_stream_of_every_subject() -> None:
         s.prompts: "prompts",
         s.reward_requests: "rewards",
         s.trajectories: "trajectories",
+        s.stage("teacher"): "teacher",
+        s.stage("reference"): "reference",
         s.advantages: "advantages",
         s.receipts: "receipts",
         s.announced: "weights",

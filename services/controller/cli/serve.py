@@ -13,9 +13,15 @@ from .common import CONFIG, fail
 class Service(StrEnum):
     controller = "controller"
     dcs = "dcs"
+    reference = "reference"
     reward = "reward"
     rollout = "rollout"
+    teacher = "teacher"
     trainer = "trainer"
+
+
+ROLES = {"reference": "services.rollout.stage", "teacher": "services.rollout.stage"}
+"""Services that are a role of another one's package."""
 
 
 def serve(
@@ -47,9 +53,10 @@ def serve(
     if parent is not None:
         die_with_parent(parent)
     try:
-        module = import_module(f"services.{service.value}.main")
+        module = import_module(ROLES.get(service.value, f"services.{service.value}.main"))
     except ModuleNotFoundError as error:
-        text = f"the {service.value} service needs {error.name!r}: pip install 'slipstream-rl[{service.value}]'"
+        extra = "rollout" if service.value in ROLES else service.value
+        text = f"the {service.value} service needs {error.name!r}: pip install 'slipstream-rl[{extra}]'"
         raise fail(text, CONFIG) from error
     from shared.service import run_service
 

@@ -25,6 +25,7 @@ from services.controller.launchers.local import LocalLauncher
 from services.controller.launchers.supervision import Rules, Supervisor
 from services.controller.launchers.telling import Teller
 from services.controller.view import RunView, event_line, follow
+from shared import columns
 from shared.config import RunConfig
 from shared.errors import TransportError
 
@@ -71,6 +72,7 @@ def services_of(config: RunConfig) -> list[tuple[str, int]]:
         "trainer": 1,
         "reward": config.reward.replicas,
         "rollout": config.rollout.replicas,
+        **{role: config.replicas_of(role) for role in columns.stages(config)},
     }
     return [(service, number) for service, count in counts.items() for number in range(count)]
 

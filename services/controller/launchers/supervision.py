@@ -26,7 +26,7 @@ START_STATES = frozenset(
 """States of a replica that has not come up yet."""
 KEEPS_PROGRESS = frozenset({"trainer"})
 """Services whose progress outlives a process, so that getting further means passing the best of all processes."""
-MAY_LEAVE = frozenset({"reward", "rollout"})
+MAY_LEAVE = frozenset({"reference", "reward", "rollout", "teacher"})
 """Services of which a replica may be stopped on purpose while the run goes on."""
 SAID_AFTER = 3
 """Deaths without having come up, until it is said that the replica does not come up."""

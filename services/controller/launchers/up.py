@@ -30,7 +30,7 @@ from services.controller.launchers.session import BROKER_LOST, Interrupts, Outco
 from shared import config as run_config
 from shared.config import ConfigError, RunConfig
 
-STOP_ORDER = (("rollout", "reward", "trainer"), ("dcs", "controller"))
+STOP_ORDER = (("rollout", "reward", "teacher", "reference", "trainer"), ("dcs", "controller"))
 DRAIN_MARGIN_S = 10.0
 """Given to the children on top of drain_timeout_s before they are killed."""
 
@@ -140,7 +140,9 @@ def summary(built: dict[str, Any], outcome: Outcome, options: Options) -> list[s
     """What a person wants to know at the end."""
     lines = [f"{outcome.kind} after {built['steps']} steps" + (f": {outcome.why}" if outcome.why else "")]
     if (window := built["reward_window"]) > 0:
-        lines.append(f"reward {built['reward_first']:.3f} -> {built['reward_last']:.3f} (mean of the last {window} steps)")
+        lines.append(
+            f"reward {built['reward_first']:.3f} -> {built['reward_last']:.3f} (mean of the last {window} steps)"
+        )
         lines.append(f"oldest trained token {built['staleness_max']} steps, bound {built['staleness_bound']}")
     if (before := built["evaluation"]["before"]) is not None:
         after = built["evaluation"]["after"]
