@@ -1,0 +1,183 @@
+"""`deterministic: true`: two runs of a seed, and runs killed at every point of a step, end in the same weights, bit for bit.
+
+Real services, a real broker, Megatron, the light engine and gloo broadcasts, on the example's task, with weights that may be one
+step old and a filter that drops groups. What is compared is the digest of the weights of every single step.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.controller.attach import attach
+from services.controller.audit import Audit, audit
+from services.controller.evidence import gather
+from shared.broker import EmbeddedBroker
+from shared.config import RunConfig, parse
+from shared.failpoints import POINTS
+from tests.chaos.fork import Forks, call
+
+EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters"
+STEPS, GROUPS = 14, 4
+DEADLINE_S = 150.0
+
+OF_THE_TRAINER = [
+    "trainer.updated:2",
+    "trainer.receipts",
+    "trainer.told:2",
+    "weights.snapshot",
+    "weights.snapshot:2",
+    "weights.announced",
+    "weights.announced:2",
+    "weights.sent:2",
+    "checkpoint.begun",
+    "checkpoint.written",
+    "checkpoint.named",
+    "checkpoint.purging",
+    "trainer.saved",
+    "trainer.acked:2",
+    "trainer.covered",
+]
+OF_OTHERS = {
+    "rollout-0": ["rollout.sampled:3", "rollout.stored:3"],
+    "reward-0": ["reward.scored:4", "reward.stored:4", "advantages.stored:4"],
+    "controller-0": ["controller.issued:3", "controller.sent:2"],
+    "dcs-0": ["dcs.allocated:2", "dcs.decided:2", "dcs.announced:2", "dcs.purging:2"],
+    "trainer-0": ["trainer.told:3"],
+}
+
+
+@dataclass
+class Outcome:
+    """What a run leaves."""
+
+    digests: dict[int, str]
+    """Of each step's weights."""
+    audit: Audit
+    rollbacks: int
+    fired: list[str]
+
+
+def make_model(folder: str) -> None:
+    """In a fork: a model that has learnt enough that rewards differ."""
+    from services.trainer.megatron.policy import Policy
+    from services.trainer.start import demonstrations
+    from services.trainer.warm_start import run_warm_start
+    from shared.sections import TrainerConfig, WarmStartConfig
+
+    random, warm = f"{folder}-random", WarmStartConfig(source="task.demonstrations", steps=100, batch=32)
+    config = configure("model", random, "unused")
+    config.function("task.build_model", "model.build")(random, 0)
+    policy = Policy.create(random, TrainerConfig(), seed=0)
+    run_warm_start(policy, demonstrations(config, warm), warm, token_budget=2048, on_step=lambda step: None)
+    policy.save_hf(folder)
+
+
+def configure(run: str, model: str, workdir: str, **changes: Any) -> RunConfig:
+    data: dict[str, Any] = {
+        "run": run,
+        "base": str(EXAMPLE),
+        "workdir": workdir,
+        "deterministic": True,
+        "steps": STEPS,
+        "groups_per_step": GROUPS,
+        "samples_per_group": 4,
+        "model": {"path": model},
+        "prompts": {"source": "task.prompts", "size": 4096},
+        "sampling": {"max_new_tokens": 6},
+        "reward": {
+            "functions": [{"path": "tests.chaos.partial_credit.reward"}],
+            "filters": ["unscorable", "zero_variance"],
+        },
+        "algorithm": {"name": "grpo", "old_logprobs": "rollout"},
+        "trainer": {"optimizer": {"lr": 1e-3}, "checkpoint": {"every": 2, "keep": 2}, "device": "cpu"},
+        "rollout": {"device": "cpu"},
+        "heartbeat_ttl_s": 3,
+        "redeliver_after_s": 1.5,
+        "dcs": {"timeout_s": 10},
+    }
+    return parse(data | changes, run)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "warm"
+    call("tests.chaos.test_determinism:make_model", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+async def quiet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The run that nobody disturbs."""
+    return await run_once(model, tmp_path_factory.mktemp("quiet"), ("rollout-0",))
+
+
+async def run_once(
+    model: Path, folder: Path, rollouts: tuple[str, ...], points: dict[str, list[str]] | None = None, **changes: Any
+) -> Outcome:
+    config = configure("exact", str(model), str(folder / "work"), **changes)
+    with EmbeddedBroker(folder / "broker") as broker:
+        async with attach(broker.url, config.run, create=True) as run:
+            await run.kv.create("config", config.dump())
+            await run.queue.ensure_streams(config)
+            await run.set_state("running")
+            replicas = ("dcs-0", "controller-0", "trainer-0", "reward-0", *rollouts)
+            plan = {replica: list(names) for replica, names in (points or {}).items()}
+            forks = Forks(broker.url, config.run, folder / "logs", replicas, plan)
+            await forks.finish(DEADLINE_S)
+            evidence = await gather(run.queue, run.kv)
+    shutil.rmtree(folder / "broker")
+    digests: dict[int, str] = {}
+    for told in evidence.announced:
+        assert digests.setdefault(told.step, told.digest) == told.digest, f"step {told.step} was not repeated"
+    return Outcome(digests, audit(evidence), evidence.ledger().rollbacks, forks.fired)
+
+
+def check(outcome: Outcome, quiet: Outcome) -> None:
+    faults = [f"{check.name}: {fault}" for check in outcome.audit.checks for fault in check.faults]
+    assert faults == []
+    assert sorted(outcome.digests) == list(range(STEPS + 1))
+    assert outcome.digests == quiet.digests
+    assert outcome.audit.trained == STEPS * GROUPS
+    assert outcome.audit.dropped == quiet.audit.dropped
+    assert outcome.audit.ages == quiet.audit.ages
+
+
+def test_every_failpoint_is_tried() -> None:
+    tried = {point.partition(":")[0] for names in ({"t": OF_THE_TRAINER} | OF_OTHERS).values() for point in names}
+    assert tried == set(POINTS)
+
+
+def test_the_quiet_run_is_worth_comparing_with(quiet: Outcome) -> None:
+    check(quiet, quiet)
+    assert len(set(quiet.digests.values())) == STEPS + 1, "every update changed the weights"
+    assert quiet.audit.dropped["zero_variance"] > 0, "some groups were dropped"
+    assert set(quiet.audit.ages) == {0, 1}, "weights were up to one step old"
+
+
+async def test_another_run_of_the_seed_on_more_replicas(model: Path, quiet: Outcome, tmp_path: Path) -> None:
+    outcome = await run_once(model, tmp_path, ("rollout-0", "rollout-1"))
+    check(outcome, quiet)
+
+
+async def test_a_trainer_killed_in_every_phase_of_a_step(model: Path, quiet: Outcome, tmp_path: Path) -> None:
+    outcome = await run_once(model, tmp_path, ("rollout-0",), {"trainer-0": OF_THE_TRAINER})
+    assert outcome.fired == OF_THE_TRAINER
+    assert outcome.rollbacks == len(OF_THE_TRAINER)
+    check(outcome, quiet)
+
+
+async def test_everybody_else_killed_in_every_phase(model: Path, quiet: Outcome, tmp_path: Path) -> None:
+    outcome = await run_once(model, tmp_path, ("rollout-0", "rollout-1"), OF_OTHERS)
+    assert sorted(outcome.fired) == sorted(point for names in OF_OTHERS.values() for point in names)
+    check(outcome, quiet)
+
+
+async def test_another_seed_gives_other_weights(model: Path, quiet: Outcome, tmp_path: Path) -> None:
+    outcome = await run_once(model, tmp_path, ("rollout-0",), seed=1, steps=2)
+    assert outcome.digests[0] == quiet.digests[0]
+    assert outcome.digests[1] != quiet.digests[1]
