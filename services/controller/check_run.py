@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.reward.scoring import FunctionError, load
-from services.trainer.model_folder import ModelFolderError, read_architecture
+from services.trainer.model_folder import ModelFolderError, check_same_vocabulary, read_architecture
 from shared.config import ConfigError, RunConfig
 from shared.sections import DataConfig, RewardFunction
 
@@ -27,6 +27,7 @@ def problems(config: RunConfig) -> list[str]:
         lambda: check_prompts(config, config.prompts, "prompts"),
         lambda: check_warm_start(config),
         lambda: check_preferences(config),
+        lambda: check_other_models(config),
     ]
     if config.eval.prompts is not None:
         held_out = config.eval.prompts
@@ -54,6 +55,22 @@ def check_model(config: RunConfig) -> None:
             f"model.path: {folder} holds no config.json; download a Hugging Face folder there, or set model.build to a function"
         )
     takes(config.function(config.model.build, "model.build"), "model.build", ("path", "seed"))
+
+
+def check_other_models(config: RunConfig) -> None:
+    """The folders of teacher, reference and critic can be read, and share the policy's vocabulary."""
+    policy = config.path(config.model.path)
+    sections = {"teacher": config.teacher, "reference": config.reference, "critic": config.critic}
+    for name, section in sections.items():
+        if section is None or section.path is None:
+            continue
+        folder = config.path(section.path)
+        try:
+            read_architecture(folder)
+            if (policy / "config.json").is_file():
+                check_same_vocabulary(policy, folder)
+        except ModelFolderError as error:
+            raise ConfigError(f"{name}.path: {error}") from error
 
 
 def check_prompts(config: RunConfig, data: DataConfig, field: str) -> None:

@@ -90,7 +90,8 @@ class Training:
         version: int,
     ) -> None:
         self.ctx, self.config = ctx, ctx.config
-        self.policy, self.step, self.version = start.policy, start.step, version
+        self.policy, self.roles = start.policy, start.roles
+        self.step, self.version = start.step, version
         self.store, self.publisher, self.intake = store, publisher, intake
         self.loss = policy_loss(ctx.config.algorithm)
         self.window_state = intake.window.state()
@@ -105,9 +106,8 @@ class Training:
             if batch is None:
                 break
             groups, sums = batch
-            rate = learning_rate(self.step, self.config.steps, self.config.trainer.optimizer)
             with self.ctx.metrics.busy():
-                outcome = await self.ctx.compute(self.policy.update, sums["denominator"], rate)
+                outcome = await self.ctx.compute(self.update, groups, sums["denominator"])
             failpoints.reach("trainer.updated")
             self.step += 1
             self.next_issue = max(group.issue for group in groups) + 1
@@ -120,6 +120,22 @@ class Training:
         if self.saved_step != self.step:
             await self.checkpoint()
 
+    def take_in(self, batches: UpdateBatches, group: Group) -> list[PackedBatch]:
+        """The group with the columns that are made here; the micro-batches that can be trained on now."""
+        self.roles.fill(group)
+        return batches.add(group)
+
+    def update(self, groups: list[Group], denominator: float) -> dict[str, float]:
+        """Move the policy, and the models beside it."""
+        rate = learning_rate(self.step, self.config.steps, self.config.trainer.optimizer)
+        learnt = self.roles.learn(groups, self.step)
+        if self.roles.policy_waits(self.step):
+            self.policy.discard()
+            return learnt | {"updated": 0.0}
+        outcome = self.policy.update(denominator, rate)
+        self.roles.moved(self.step + 1)
+        return learnt | outcome
+
     async def accumulate(self) -> tuple[list[Group], dict[str, float]] | None:
         """The groups of the next update and the sums of their gradients, or None when the service is to stop."""
         batches = UpdateBatches(self.config, self.step)
@@ -131,7 +147,7 @@ class Training:
                 self.policy.discard()
                 return None
             with self.ctx.metrics.busy():
-                ready = await self.ctx.compute(batches.add, group)
+                ready = await self.ctx.compute(self.take_in, batches, group)
                 loss = await self.loss_of(ready)
             for packed in ready:
                 await self.beat("training")
@@ -187,7 +203,8 @@ class Training:
         with self.ctx.metrics.wait("checkpoint"):
             meta = meta_of(self.window_state, self.intake.rollbacks, self.next_issue)
             meta |= {"version": self.version, "trained": self.uncovered}
-            await self.ctx.compute(self.store.save, self.step, self.policy.state_dict(), meta)
+            state = self.policy.state_dict() | self.roles.state_dict()
+            await self.ctx.compute(self.store.save, self.step, state, meta)
             failpoints.reach("trainer.saved")
             await self.ctx.vouch(self.intake.covered(self.uncovered))
             failpoints.reach("trainer.covered")

@@ -89,6 +89,37 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def check_same_vocabulary(policy: Path, other: Path) -> None:
+    """ModelFolderError unless both folders give each token the same id: else one model's numbers mean nothing to the other."""
+    sizes = [read_config(folder).get("vocab_size") for folder in (policy, other)]
+    if sizes[0] != sizes[1]:
+        raise ModelFolderError(
+            f"{other}: vocab_size is {sizes[1]}, but the policy's ({policy}) is {sizes[0]}; both must share one tokenizer"
+        )
+    tokens = [_vocabulary(folder) for folder in (policy, other)]
+    if tokens[0] != tokens[1]:
+        odd = next(token for token in {**tokens[0], **tokens[1]} if tokens[0].get(token) != tokens[1].get(token))
+        raise ModelFolderError(
+            f"{other}: the token {odd!r} has the id {tokens[1].get(odd)}, but {tokens[0].get(odd)} in the policy's tokenizer "
+            f"({policy}); both must share one tokenizer"
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """Token -> id, from tokenizer.json; empty if the folder has another kind of tokenizer."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    try:
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram: [token, score] in the order of ids
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        return {**vocabulary, **{entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelFolderError(f"{path}: cannot be read as a tokenizer ({error!r})") from error
+
+
 def _qwen3(folder: Path, config: dict[str, Any]) -> Architecture:
     _require(folder, config, "hidden_act", "silu")
     _require(folder, config, "attention_bias", False)

@@ -23,6 +23,7 @@ from services.trainer.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.intake import Rollback
 from services.trainer.megatron.policy import Policy
 from services.trainer.preferences import Pair, PreferenceStep, preference_pair, run_preferences
+from services.trainer.roles import Roles
 from services.trainer.warm_start import Demonstration, WarmStep, run_warm_start
 from services.trainer.window import Window
 from shared.config import ConfigError, RunConfig
@@ -41,6 +42,7 @@ class Start:
     """Where training begins."""
 
     policy: Policy
+    roles: Roles
     window: Window[Group]
     step: int
     rollbacks: list[Rollback]
@@ -78,18 +80,23 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
     checkpoint: Checkpoint | None = await ctx.compute(store.load)
     if checkpoint is None:
         await _phases(ctx, policy)
-        start = Start(policy, Window(config.window), 0, [], resumed=False)
-        await ctx.compute(store.save, 0, policy.state_dict(), meta_of(start.window.state(), [], 0))
+        roles = await ctx.compute(Roles, config, policy)
+        await ctx.compute(roles.begin)
+        start = Start(policy, roles, Window(config.window), 0, [], resumed=False)
+        await ctx.compute(store.save, 0, policy.state_dict() | roles.state_dict(), meta_of(start.window.state(), [], 0))
         return start
     for damage in checkpoint.damaged:
         await ctx.events.publish("checkpoint_damaged", f"{damage.path.name}: {damage.reason}", step=damage.step)
     await ctx.compute(policy.load_state_dict, checkpoint.tensors)
+    roles = await ctx.compute(Roles, config, policy)
+    await ctx.compute(roles.load_state_dict, checkpoint.tensors, checkpoint.entry.step)
     meta, damaged = checkpoint.meta, store.set_aside(checkpoint.entry.sequence)
     await ctx.events.publish(
         "resumed", f"from the checkpoint of step {checkpoint.entry.step}", step=checkpoint.entry.step
     )
     return Start(
         policy,
+        roles,
         Window.restore(meta["window"], config.window),
         checkpoint.entry.step,
         [Rollback(version, step) for version, step in meta["rollbacks"]],

@@ -276,11 +276,13 @@ def score_tokens(
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def build_model(architecture: Architecture, config: TransformerConfig) -> PolicyModel:
+def build_model(
+    architecture: Architecture, config: TransformerConfig, kind: type[PolicyModel] = PolicyModel
+) -> PolicyModel:
     """The model with weights not yet loaded."""
     layer = layer_spec()
     block = TransformerBlockSubmodules(layer_specs=[layer] * architecture.layers, layer_norm=RMSNorm)
-    return PolicyModel(
+    return kind(
         config,
         block,
         vocab_size=architecture.vocab,

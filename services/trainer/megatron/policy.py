@@ -26,6 +26,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from services.trainer.algorithms.reductions import Loss, Tokens
@@ -60,8 +61,8 @@ class Policy:
         self.dtype = dtype
         self._native = native_options(config.megatron)
         transformer = transformer_config(architecture, dtype, self._native.transformer)
-        self.model: PolicyModel = build_model(architecture, transformer).to(device=device, dtype=dtype)
-        load_hf(self.model, folder, architecture)
+        self.model: PolicyModel = self.build(architecture, transformer).to(device=device, dtype=dtype)
+        self.load_weights(folder)
         chunk = Float16Module(transformer, self.model) if dtype is torch.bfloat16 else self.model
         ddp_options = {"grad_reduce_in_fp32": True, **self._native.ddp}
         self._ddp = DistributedDataParallel(transformer, DistributedDataParallelConfig(**ddp_options), chunk)
@@ -89,6 +90,15 @@ class Policy:
         ensure_process_groups(device)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         return cls(folder, architecture, config, getattr(torch, dtype), torch.device(device))
+
+    @staticmethod
+    def build(architecture: Architecture, config: TransformerConfig) -> PolicyModel:
+        """The module, its weights not loaded yet. A critic has another one."""
+        return build_model(architecture, config)
+
+    def load_weights(self, folder: Path) -> None:
+        """Fill the module from a model folder."""
+        load_hf(self.model, folder, self.architecture)
 
     # ------------------------------------------------------------------------------------------------------ training
 

@@ -88,9 +88,14 @@ def _score_prompt(model: Qwen3, hidden_TE: torch.Tensor, samples: list[Sequence]
     targets = torch.tensor(prompt[start + 1 :], device=model.device)
     states_TE = hidden_TE[start : len(prompt) - 1]
     logprobs: list[float] = []
+    tops: list[list[tuple[float, int]]] = []
     for begin in range(0, len(targets), SCORE_ROWS):
         logits = model.logits(states_TE[begin : begin + SCORE_ROWS])
         part = targets[begin : begin + SCORE_ROWS]
-        logprobs += torch.log_softmax(logits, -1).gather(1, part[:, None])[:, 0].tolist()
+        scored = torch.log_softmax(logits, -1)
+        logprobs += scored.gather(1, part[:, None])[:, 0].tolist()
+        if samples[0].top_k:
+            values, ids = scored.topk(samples[0].top_k, dim=-1)
+            tops += [list(zip(*row, strict=True)) for row in zip(values.tolist(), ids.tolist(), strict=True)]
     for sample in samples:
-        sample.prompt_logprobs = logprobs
+        sample.prompt_logprobs, sample.prompt_tops = logprobs, tops

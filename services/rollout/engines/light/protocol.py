@@ -16,10 +16,10 @@ from typing import Any
 
 from services.rollout.engines.light.sampling import SamplingParams, stream_key
 
+KNOWN_FIELDS = {"input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"}
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "text": (None,),
-    "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "return_text_in_logprobs": (None, False),
     "return_hidden_states": (None, False),
@@ -72,6 +72,9 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    top_k: int = 0
+    """Likeliest tokens that are wanted at each scored position of the prompt."""
+    prompt_tops: list[list[tuple[float, int]]] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     """(version, first output index sampled under it), in order."""
     retractions: int = 0
@@ -99,9 +102,7 @@ class GenerateRequest:
 
 def parse_generate(body: Any, limits: Limits) -> GenerateRequest:
     """The sequences of a `/generate` body. Raises BadRequest."""
-    body = _fields(
-        body, "body", {"input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len"}, NEUTRAL_FIELDS
-    )
+    body = _fields(body, "body", KNOWN_FIELDS, NEUTRAL_FIELDS)
     prompts, is_batch = _prompts(body.get("input_ids"))
     for prompt in prompts:
         _check_prompt(prompt, limits)
@@ -113,9 +114,13 @@ def parse_generate(body: Any, limits: Limits) -> GenerateRequest:
         raise BadRequest(f"sampling_params: {len(params)} given for {count} prompts")
     logprob = _each(body.get("return_logprob"), "return_logprob", count, bool)
     starts = _each(body.get("logprob_start_len"), "logprob_start_len", count, int)
+    tops = _each(body.get("top_logprobs_num"), "top_logprobs_num", count, int)
     sequences: list[Sequence] = []
     for i, prompt in enumerate(prompts):
-        sequences += _samples(prompt, params[i], rids[i], bool(logprob[i]), starts[i], limits)
+        samples = _samples(prompt, params[i], rids[i], bool(logprob[i]), starts[i], limits)
+        if tops[i]:
+            _want_tops(samples, tops[i], limits)
+        sequences += samples
     return GenerateRequest(sequences, as_list=is_batch or len(sequences) > 1)
 
 
@@ -187,6 +192,18 @@ def _samples(
     rid = rid or secrets.token_hex(16)
     # The n samples share one prompt object: that is how the scheduler knows that one prefill serves them all.
     return [Sequence(rid, prompt, params, stream_key(seed, index), logprob, score_from) for index in range(params.n)]
+
+
+def _want_tops(samples: list[Sequence], top_k: int, limits: Limits) -> None:
+    if not 0 < top_k <= limits.vocab:
+        raise BadRequest(f"top_logprobs_num: {top_k} is not in 0..{limits.vocab}")
+    if samples[0].score_from is None or samples[0].params.max_new_tokens > 0:
+        raise BadRequest(
+            "top_logprobs_num: the light engine gives the likeliest tokens of a prompt only; set max_new_tokens: 0, "
+            "return_logprob: true and logprob_start_len"
+        )
+    for sample in samples:
+        sample.top_k = top_k
 
 
 def parse_sampling(raw: Any, limits: Limits) -> SamplingParams:
@@ -261,6 +278,9 @@ def answer(sequence: Sequence, version: str, seconds: float) -> dict[str, Any]:
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
         meta["output_token_logprobs_length"] = len(sequence.output)
         meta["input_token_logprobs"] = _prompt_logprobs(sequence)
+        if sequence.top_k:
+            tops = [[[logprob, token, None] for logprob, token in top] for top in sequence.prompt_tops]
+            meta["input_top_logprobs"] = [None, *tops]
     return {"output_ids": sequence.output, "meta_info": meta}
 
 
