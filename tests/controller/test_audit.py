@@ -23,6 +23,7 @@ STALENESS = "no trained token is older than 1 steps"
 AGREE = "receipts agree with the trajectories"
 VERSIONS = "versions only grow, each has one step and digest"
 DIGESTS = "every verified digest is the trainer's"
+REPEATS = "a step that is done again gives the same weights"
 VERIFIED = "replicas serve only what they verified"
 DEAD = "dead groups are kept as dead letters"
 
@@ -168,6 +169,28 @@ def test_a_wrong_digest():
     evidence = runs.sound()
     evidence.received.append(runs.received(2, "rollout-0", digest="f" * 64))
     assert faults(evidence) == {DIGESTS: ["v2"]}
+
+
+def test_a_deterministic_run_must_repeat_itself():
+    """After a rollback that says so, weights of the lost history count as what they are, and are held against the new ones."""
+    evidence = runs.sound()
+    assert evidence.config is not None
+    evidence.config.deterministic = True
+    evidence.receipts.append(Receipt("rollback", step=1, detail={"version": 6, "repeats": True}))
+    evidence.receipts += [runs.trained(f"0-{issue}", issue, issue // 2, [issue // 2 - 1] * 2) for issue in range(2, 8)]
+    evidence.announced += [replace(old, version=old.version + 5) for old in evidence.announced[1:]]
+    assert audit(evidence).ok
+    evidence.announced[-1] = replace(evidence.announced[-1], digest="other")
+    assert faults(evidence) == {REPEATS: [f"v{evidence.announced[-1].version}"]}
+
+
+def test_what_a_replaced_trainer_wrote_late_is_no_training():
+    evidence = runs.sound()
+    evidence.receipts.append(Receipt("rollback", step=4, detail={"version": 6}))
+    late = runs.trained("0-8", 8, 4, [0, 0])
+    evidence.receipts.append(replace(late, detail={"version": 5}))
+    assert audit(evidence).ok
+    assert audit(evidence).trained == 8
 
 
 def test_a_version_that_nobody_announced():

@@ -27,6 +27,11 @@ def test_what_the_result_depends_on_may_not():
     }
 
 
+def test_a_promise_can_be_given_up_but_not_made_half_way():
+    assert forbidden(config(deterministic=True), config(deterministic=False)) == {}
+    assert forbidden(config(), config(deterministic=True)) == {"deterministic": (False, True)}
+
+
 def test_a_section_that_appears_is_a_change():
     after = config(trainer={"warm_start": {"source": "task.demonstrations", "steps": 3}})
     assert "trainer.warm_start" in {path.rpartition(".")[0] or path for path in forbidden(config(), after)}

@@ -127,6 +127,7 @@ def test_a_wrong_option_is_named_by_its_path(algorithm, message):
         ({"name": "sapo", "level": "sequence", "advantage": {"name": "returns"}}, {}, "algorithm.level: advantages that"),
         ({"name": "opd"}, {"teacher": {"path": "t"}, "sampling": {"temperature": 0.7}}, "the teacher's engine scores tokens at temperature 1"),
         ({"kl": {"coef": 1}}, {"reference": {"refresh_every": 5}, "deterministic": True}, "reference.refresh_every: with deterministic"),
+        ({}, {"window": 2, "deterministic": True}, "window: with deterministic: true the trainer takes groups strictly"),
         ({"max_tokens": 5}, {}, "algorithm.max_tokens: only the reduction 'constant' divides by it"),
     ],
 )  # fmt: skip

@@ -97,6 +97,22 @@ def test_evaluations_have_no_fate():
     assert ledger.issued == 0
 
 
+def test_a_dead_evaluation_message_that_nobody_could_read_unbalances_nothing():
+    """Its kind is not known then, so it was dropped by its id alone."""
+    ledger = fold([Receipt("issued", "0-0", issue=0), Receipt("dropped", "eval-0-3", reason="dead:reward")])
+    assert ledger.balanced
+    assert (ledger.issued, ledger.pending, ledger.dropped) == (1, 1, {})
+
+
+def test_a_rollback_drops_what_is_lost_for_good():
+    log = [Receipt("issued", f"0-{i}", issue=i) for i in range(3)]
+    log += [Receipt("trained", f"0-{i}", step=i) for i in range(3)]
+    log.append(Receipt("rollback", step=1, detail={"lost": ["0-1", "9-9"]}))
+    ledger = fold(log)
+    assert (ledger.trained, ledger.dropped, ledger.pending, ledger.balanced) == (1, {"rollback": 1}, 1, True)
+    assert fold([*log, log[-1]]).dropped == {"rollback": 1}
+
+
 def test_a_rolled_back_group_may_be_dropped():
     ledger = fold(
         [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.checkpoint import CheckpointError, CheckpointStore
+from services.trainer.checkpoint import CheckpointError, CheckpointStore, CheckpointTaken
 from services.trainer.tensorfile import DiskFullError
 from tests.trainer.test_policy import equal, train, weights
 from tests.trainer.test_tensorfile import file_size_limit
@@ -190,3 +190,32 @@ def test_a_policy_goes_on_bit_for_bit_from_the_disk(tmp_path: Path, make_policy:
     resumed.load_state_dict(found.tensors)
     train(resumed, range(2, 4))
     assert equal(weights(resumed), weights(straight))
+
+
+def test_whoever_claimed_the_folder_last_is_the_only_one_who_saves(tmp_path: Path) -> None:
+    """A trainer that was stopped, replaced and woken again must not put a lost history in front of the present one."""
+    old, new = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    old.claim()
+    old.save(1, tensors(1), META)
+    new.claim()
+    with pytest.raises(CheckpointTaken, match="another trainer has taken over"):
+        old.save(2, tensors(2), META)
+    found = new.load()
+    assert found is not None
+    assert found.entry.step == 1
+    new.save(3, tensors(3), META)
+    assert [entry.step for entry in new.entries()] == [1, 3]
+
+
+def test_what_was_set_aside_stays_known_and_its_number_is_not_used_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        entry = store.save(step, tensors(step), META)
+    (entry.path / "meta.msgpack").unlink()
+    for _ in range(2):  # killed before it could say so, it finds the same when it starts again
+        found = store.load()
+        assert found is not None
+        assert found.entry.step == 2
+        assert [(aside.sequence, aside.step) for aside in store.set_aside(found.entry.sequence)] == [(3, 3)]
+    assert store.save(3, tensors(3), META).sequence == 4
+    assert store.set_aside(4) == []
