@@ -1,8 +1,8 @@
 """The whole system on the example, with nothing faked: Megatron, the light engine, gloo broadcasts, a real broker.
 
-One run is harmed while it goes on: a rollout replica, the reward service and the controller are killed with SIGKILL and
-started again by hand, and a newcomer joins with the broker's address and the run's name only. It must finish, and its books
-must balance.
+One run is harmed while it goes on: a rollout replica, the reward service and the controller are killed with SIGKILL (`up`
+starts them again); a newcomer joins with the broker's address and the run's name only, is killed too and started again by hand;
+a second trainer is refused. The run must finish, and its books must balance.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.shared.runs import until
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
 STEPS, GROUPS = 40, 16
 DEADLINE_S = 240.0
+ALREADY_ACTIVE = 4
 
 
 class Example:
@@ -112,16 +113,20 @@ async def kill(run: Run, replica: str) -> None:
 async def test_a_run_survives_the_death_of_services_and_takes_in_a_newcomer(example: Example):
     up = await example.up()
     async with example.attached() as run:
-        serve = ("--nats", run.url, "--run", run.name)
+        by_hand = ("serve", "rollout", "--nats", run.url, "--run", run.name, "--replica", "newcomer")
         await until_trained(run, 4 * GROUPS)
-        await example.cli("serve", "rollout", *serve, "--replica", "newcomer")
+        await example.cli(*by_hand)
+        second_trainer = await example.cli("serve", "trainer", "--nats", run.url, "--run", run.name)
         for number, replica in enumerate(("rollout-1", "reward-0", "controller-0"), start=1):
             await until_trained(run, (4 + 4 * number) * GROUPS)
             await kill(run, replica)
-            await example.cli("serve", replica.split("-")[0], *serve, "--replica", replica)
+        await until(lambda: heartbeat(run, "newcomer"), "the newcomer is there", DEADLINE_S)
+        await kill(run, "newcomer")
+        await example.cli(*by_hand)
         await until(lambda: up.returncode is not None, "the run ends", DEADLINE_S)
     output = (example.folder / "output.txt").read_text()
     assert up.returncode == 0, output[-4000:]
+    assert second_trainer.returncode == ALREADY_ACTIVE, output[-4000:]
     report = json.loads(example.report.read_text())
     assert report["balanced"], report["faults"]
     assert report["faults"] == []
@@ -154,15 +159,12 @@ async def test_ctrl_c_drains_and_the_same_command_goes_on(example: Example):
 
 
 async def test_a_killed_trainer_goes_on_from_its_checkpoint(example: Example):
-    sets = ("steps=16", "trainer.warm_start.steps=40", "eval.prompts=null", "trainer.checkpoint.every=4")
-    up = await example.up(*sets)
+    up = await example.up("steps=16", "trainer.warm_start.steps=40", "eval.prompts=null", "trainer.checkpoint.every=4")
     async with example.attached() as run:
         await until_trained(run, 6 * GROUPS)
         await kill(run, "trainer-0")
-        await until(lambda: up.returncode is not None, "up says that the trainer died", DEADLINE_S)
-    again = await example.up(*sets)
-    async with asyncio.timeout(DEADLINE_S):
-        assert await again.wait() == 0, (example.folder / "output.txt").read_text()[-4000:]
+        await until(lambda: up.returncode is not None, "the run ends", DEADLINE_S)
+    assert up.returncode == 0, (example.folder / "output.txt").read_text()[-4000:]
     report = json.loads(example.report.read_text())
     assert report["balanced"], report["faults"]
     assert report["rollbacks"] == 1
