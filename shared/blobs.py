@@ -89,9 +89,9 @@ class Blobs:
             for attempt in range(READ_TRIES):
                 if attempt:
                     await asyncio.sleep(READ_PAUSE_S)  # a replica that answers may lag behind the one that stored it
-                msg = await self._connection.bulk.request(subject, b"", PART_DEADLINE_S)
-                if status_of(msg) is None:
-                    return msg.data
+                frame = await self._connection.bulk.request(subject, b"", PART_DEADLINE_S)
+                if status_of(frame) is None:
+                    return frame.data
         raise BlobMissing(ref.sha256, part, ref.parts)
 
     async def _stored_parts(self, stream: str, sha: str) -> int:

@@ -17,13 +17,11 @@ import json
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from shared.errors import (
@@ -34,14 +32,15 @@ from shared.errors import (
     RequestTimeout,
     StorageExhausted,
 )
+from shared.link import Frame, Link
 
 log = logging.getLogger("slipstream.transport")
 
 ATTEMPT_S = 3.0
 """One try of a request; then it is sent again, as long as its deadline allows."""
 RETRY_S = 0.1
-PENDING_BYTES = 64 << 20
-"""What the client may buffer for the socket. Publish windows stay far below it."""
+WRITE_BACKLOG_BYTES = 64 << 20
+"""What may wait for the socket before `send` refuses. Publish windows stay far below it."""
 DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 STORAGE_CODES = {10002, 10023, 10028, 10047}
 
@@ -53,7 +52,7 @@ class Waiter(Protocol):
 
     subject: str
 
-    def answer(self, msg: Msg) -> None: ...
+    def answer(self, frame: Frame) -> None: ...
 
     def fail(self, error: Exception) -> None: ...
 
@@ -69,20 +68,20 @@ class Request:
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
-        self.future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
 
-    def answer(self, msg: Msg) -> None:
+    def answer(self, frame: Frame) -> None:
         if not self.future.done():
-            self.future.set_result(msg)
+            self.future.set_result(frame)
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
 
 
-def status_of(msg: Msg) -> str | None:
+def status_of(frame: Frame) -> str | None:
     """The status code of a message that the server made up itself (503: nobody listens there), None for others."""
-    return msg.headers.get("Status") if msg.headers else None
+    return frame.headers.get("Status") if frame.headers else None
 
 
 def redact(url: str) -> str:
@@ -106,14 +105,17 @@ class Channel:
         self._reopening: asyncio.Task[None] | None = None
         self._last_error = "no answer"
         self._refused: asyncio.Future[str] | None = None
+        self._inbox = ""
         self._deaf: AccessDenied | None = None
         """Set when this user may not listen for answers at all."""
         self.connections = 0
+        """How many have stood so far. What was subscribed on an earlier one is gone."""
 
     async def open(self, deadline_s: float) -> None:
         """Connect, trying until the deadline. Wrong credentials end it at once."""
         self._refused = asyncio.get_running_loop().create_future()
-        self.nc = Client()
+        self.nc, self._link = Client(), Link()
+        self.nc._transport = self._link  # the one private name of nats-py that is used; test_link.py would miss it
         task = asyncio.create_task(self._connect(self.nc))
         waited: set[asyncio.Future[Any]] = {task, self._refused}
         done, _ = await asyncio.wait(waited, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -140,15 +142,15 @@ class Channel:
             connect_timeout=2,
             ping_interval=5,
             max_outstanding_pings=2,
-            pending_size=PENDING_BYTES,
             **self._options,
         )
-        self._inbox, self._deaf = nc.new_inbox(), None
-        await nc.subscribe(f"{self._inbox}.*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
         self._mark_up()
 
     def _mark_up(self) -> None:
         self.connections += 1
+        self._inbox = self._inbox or self.nc.new_inbox()  # for ever the same: answers may be due from before a restart
+        self._deaf = None
+        self._link.subscribe(f"{self._inbox}.*", self._on_reply)
         self._up.set()
         for listener in list(self._listeners):
             listener()
@@ -192,17 +194,22 @@ class Channel:
     def forget(self, reply: str) -> None:
         self._waiters.pop(reply.rpartition(".")[2], None)
 
-    async def publish(
-        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
-    ) -> None:
-        """Hand a message to the socket. Raises NatsError if the client cannot take it now."""
-        await self.nc.publish(subject, payload, reply, headers)
+    def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
+        """Hand a message to the socket. False if it cannot take it now. Whether it arrives only an answer can tell."""
+        if not self._up.is_set() or self._link.backlog > WRITE_BACKLOG_BYTES:
+            return False
+        self._link.publish(subject, payload, reply, headers)
+        return True
 
-    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
-        """No limits on what may queue up: the pull loop asks only for what fits."""
-        return await self.nc.subscribe(subject, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0)
+    def subscribe(self, callback: Callable[[Frame], None]) -> tuple[str, int]:
+        """A new inbox whose messages go to `callback`, as long as this connection stands: (subject, id to unsubscribe)."""
+        inbox = self.nc.new_inbox()
+        return inbox, self._link.subscribe(inbox, callback)
 
-    async def request(self, subject: str, payload: bytes, deadline_s: float, *, once: bool = False) -> Msg:
+    def unsubscribe(self, sid: int) -> None:
+        self._link.unsubscribe(sid)
+
+    async def request(self, subject: str, payload: bytes, deadline_s: float, *, once: bool = False) -> Frame:
         """One answer, asking again while nobody answers; so only for requests that may arrive twice. With `once` a lost
         connection ends it."""
         deadline = time.monotonic() + deadline_s
@@ -213,23 +220,18 @@ class Channel:
             waiter = Request(subject)
             reply = self.expect(waiter)
             try:
-                await self.publish(subject, payload, reply)
-                msg = await asyncio.wait_for(waiter.future, min(ATTEMPT_S, max(left, 0.01)))
+                if self.send(subject, payload, reply):
+                    frame = await asyncio.wait_for(waiter.future, min(ATTEMPT_S, max(left, 0.01)))
+                    if status_of(frame) != "503" or frame.data:
+                        return frame
+                    seen = "503: nobody listens there"
+                await asyncio.sleep(RETRY_S)
             except (TimeoutError, Lost):
                 seen = "no answer"
                 if once:
                     break
-                continue
-            except NatsError as error:
-                seen = str(error)
-                await asyncio.sleep(RETRY_S)
-                continue
             finally:
                 self.forget(reply)
-            if status_of(msg) != "503" or msg.data:
-                return msg
-            seen = "503: nobody listens there"
-            await asyncio.sleep(RETRY_S)
         raise RequestTimeout(redact(self.url), subject, deadline_s, seen)
 
     async def close(self) -> None:
@@ -245,12 +247,12 @@ class Channel:
         with contextlib.suppress(NatsError, OSError):  # nats-py raises if the broker is away
             await self.nc.close()
 
-    # Callbacks of nats-py. One that raises ends its reconnecting for ever (nats-py #204), so none does.
-
-    async def _on_reply(self, msg: Msg) -> None:
-        waiter = self._waiters.get(msg.subject.rpartition(".")[2])
+    def _on_reply(self, frame: Frame) -> None:
+        waiter = self._waiters.get(frame.subject.rpartition(".")[2])
         if waiter is not None:
-            waiter.answer(msg)
+            waiter.answer(frame)
+
+    # Callbacks of nats-py. One that raises ends its reconnecting for ever (nats-py #204), so none does.
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
@@ -342,8 +344,8 @@ class Connection:
     async def api(self, verb: str, body: Mapping[str, Any] | None = None, deadline_s: float = 10.0) -> JetStreamReply:
         """Call `$JS.API.<verb>`, asking again over a restart of the broker. Raises ApiError with JetStream's own code."""
         payload = json.dumps(body).encode() if body is not None else b""
-        msg = await self.control.request(f"$JS.API.{verb}", payload, deadline_s)
-        reply: JetStreamReply = json.loads(msg.data)
+        frame = await self.control.request(f"$JS.API.{verb}", payload, deadline_s)
+        reply: JetStreamReply = json.loads(frame.data)
         if error := reply.get("error"):
             raise api_error(error, f"$JS.API.{verb}", self.url)
         return reply

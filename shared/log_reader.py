@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from nats.aio.msg import Msg
-
 from shared.errors import ApiError, ConsumerGone, StreamMissing, TransportError
 from shared.jetstream import Connection
+from shared.link import Frame
 from shared.pull import NOT_FOUND, Drained, Feed, position
 
 READ_AHEAD = 256
@@ -37,13 +36,13 @@ class LogReader:
         self._next_seq = max(1, start_seq)
         self._last_seq: int | None = None
         self._consumer_seq = self._consumer_pending = 0
-        self._queue: deque[tuple[Msg, int]] = deque()
+        self._queue: deque[tuple[Frame, int]] = deque()
         self._arrived = asyncio.Event()
         self._feed: Feed | None = None
         self._stale: Exception | None = None
         self.restarts = 0
 
-    async def messages(self) -> AsyncGenerator[tuple[Msg, int], None]:
+    async def messages(self) -> AsyncGenerator[tuple[Frame, int], None]:
         unlisten = self._connection.bulk.on_connect(self._interrupt)
         try:
             if not self._live:
@@ -53,8 +52,8 @@ class LogReader:
             await self._restart()
             while True:
                 while self._queue:
-                    msg, seq = self._queue.popleft()
-                    yield msg, seq
+                    frame, seq = self._queue.popleft()
+                    yield frame, seq
                     if self._last_seq is not None and seq >= self._last_seq:
                         return
                 if not self._live and self._consumer_pending == 0:
@@ -128,19 +127,19 @@ class LogReader:
             max_bytes=READ_AHEAD_BYTES,
             drain=not self._live,
         )
-        await self._feed.start()
+        self._feed.start()
 
     async def _stop(self) -> None:
         if self._feed is None:
             return
         feed, self._feed = self._feed, None
-        await feed.stop()
+        feed.stop()
         if self._connection.control.connected:
             with contextlib.suppress(TransportError):  # it removes itself when forgotten
                 await self._connection.api(f"CONSUMER.DELETE.{self._stream}.{feed.consumer}", deadline_s=2)
 
-    def _on_message(self, msg: Msg) -> None:
-        at = position(msg.reply)
+    def _on_message(self, frame: Frame) -> None:
+        at = position(frame.reply)
         if self._stale is not None or at.consumer_seq <= self._consumer_seq:
             return
         if at.consumer_seq != self._consumer_seq + 1:
@@ -148,7 +147,7 @@ class LogReader:
             return
         self._consumer_seq, self._consumer_pending = at.consumer_seq, at.pending
         self._next_seq = at.seq + 1
-        self._queue.append((msg, at.seq))
+        self._queue.append((frame, at.seq))
         self._arrived.set()
 
     def _interrupt(self) -> None:

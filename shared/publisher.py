@@ -19,9 +19,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from nats.aio.msg import Msg
-from nats.errors import Error as NatsError
-
 from shared.errors import (
     ApiError,
     PayloadTooLarge,
@@ -32,6 +29,7 @@ from shared.errors import (
     TransportError,
 )
 from shared.jetstream import Channel, api_error, redact, status_of
+from shared.link import Frame
 
 log = logging.getLogger("slipstream.transport")
 
@@ -81,8 +79,8 @@ class Entry:
         self.reply = ""
         self.duplicate = False
 
-    def answer(self, msg: Msg) -> None:
-        self.lane.publisher.on_answer(self, msg)
+    def answer(self, frame: Frame) -> None:
+        self.lane.publisher.on_answer(self, frame)
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -152,7 +150,7 @@ class Publisher:
         lane.bytes += len(payload)
         entry.future.add_done_callback(lambda _: self._leave(lane, number, entry))
         if self.channel.connected and not lane.blocked:
-            await self._send(entry)
+            self._send(entry)
         self._arm_sweeper()
         return entry
 
@@ -187,27 +185,21 @@ class Publisher:
         lane.bytes -= len(entry.payload)
         lane.room.set()
 
-    async def _send(self, entry: Entry) -> None:
-        entry.state, entry.sent_at = SENT, time.monotonic()
+    def _send(self, entry: Entry) -> None:
+        entry.state, entry.sent_at, entry.seen = SENT, time.monotonic(), "no answer"
         entry.silent_since = entry.silent_since or entry.sent_at
-        entry.seen = "no answer"
-        try:
-            await self.channel.publish(entry.subject, entry.payload, entry.reply, entry.headers)
-        except NatsError as error:
-            entry.state, entry.seen = UNSENT, str(error)
-        except BaseException:
-            entry.future.cancel()
-            raise
+        if not self.channel.send(entry.subject, entry.payload, entry.reply, entry.headers):
+            entry.state, entry.seen = UNSENT, "the socket takes nothing more"
 
     # Answers
 
-    def on_answer(self, entry: Entry, msg: Msg) -> None:
+    def on_answer(self, entry: Entry, frame: Frame) -> None:
         if entry.future.done():
             return
-        if status_of(msg) is not None:
-            self._hold(entry, f"{status_of(msg)}: no stream takes this subject, or JetStream is still starting")
+        if status_of(frame) is not None:
+            self._hold(entry, f"{status_of(frame)}: no stream takes this subject, or JetStream is still starting")
             return
-        reply: dict[str, Any] = json.loads(msg.data)
+        reply: dict[str, Any] = json.loads(frame.data)
         error = reply.get("error")
         if error is None:
             entry.duplicate = bool(reply.get("duplicate"))
@@ -239,7 +231,7 @@ class Publisher:
         if not nexts:
             lane.blocked = False
         elif lane.probe is None:
-            self._spawn(self._send_all(nexts))
+            self._send_all(nexts)
 
     def _hold(self, entry: Entry, seen: str) -> None:
         lane = entry.lane
@@ -256,20 +248,20 @@ class Publisher:
         if not first:
             lane.blocked = False
         elif self.channel.connected:
-            self._spawn(self._send_all(first))
             if first[0].seen.startswith("503") and time.monotonic() - lane.blocked_since > MISSING_AFTER_S:
                 lane.blocked_since = time.monotonic()
                 self._spawn(self._check_stream(first[0]))
+            self._send_all(first)
 
     async def _check_stream(self, entry: Entry) -> None:
         """Nobody takes the subject: fail if JetStream is up and knows no stream for it, go on waiting otherwise."""
         body = json.dumps({"subject": entry.subject}).encode()
         try:
-            msg = await self.channel.request("$JS.API.STREAM.NAMES", body, 2.0)
+            frame = await self.channel.request("$JS.API.STREAM.NAMES", body, 2.0)
         except TransportError as error:
             entry.seen = f"503, and {error}"
             return
-        reply = json.loads(msg.data)
+        reply = json.loads(frame.data)
         if "error" not in reply and not reply.get("streams"):
             for waiting in list(entry.lane.entries.values()):
                 waiting.fail(StreamMissing(entry.subject))
@@ -284,12 +276,12 @@ class Publisher:
                 self.resent += entry.state == SENT
                 entry.state, entry.silent_since = UNSENT, 0.0
             if again:
-                self._spawn(self._send_all(again))
+                self._send_all(again)
 
-    async def _send_all(self, entries: list[Entry]) -> None:
+    def _send_all(self, entries: list[Entry]) -> None:
         for entry in entries:
             if entry.state == UNSENT and not entry.future.done():
-                await self._send(entry)
+                self._send(entry)
 
     def _arm_sweeper(self) -> None:
         if self._sweeper is None:
@@ -309,7 +301,7 @@ class Publisher:
             if lane.blocked and lane.probe is None and all(entry.state != SENT for entry in lane.entries.values()):
                 self._probe(lane)
         if late:
-            self._spawn(self._send_all(late))
+            self._send_all(late)
         if any(entry.silent_since and now - entry.silent_since > MUTE_S for entry in late):
             self._spawn(self._check_mute())
         if pending:

@@ -13,7 +13,6 @@ the broker.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -22,12 +21,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
-
 from shared.errors import AccessDenied, AckTimeout, ApiError, ConsumerGone, RequestTimeout, TransportError
 from shared.jetstream import Connection, status_of
+from shared.link import Frame
 from shared.records import BlobRef
 
 log = logging.getLogger("slipstream.transport")
@@ -82,7 +78,7 @@ class Feed:
         *,
         capacity: Callable[[], int],
         used: Callable[[], int],
-        on_message: Callable[[Msg], None],
+        on_message: Callable[[Frame], None],
         on_gone: Callable[[Exception], None],
         max_bytes: int,
         drain: bool = False,
@@ -93,7 +89,7 @@ class Feed:
         self._on_message, self._on_gone = on_message, on_gone
         self._max_bytes, self._drain = max_bytes, drain
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._sub: Subscription | None = None
+        self._sid = 0
         self._inbox = ""
         self._session = 0
         self._outstanding = 0
@@ -103,14 +99,15 @@ class Feed:
         self._stopped = False
         self.resets = 0
 
-    async def start(self) -> None:
-        self._unlisten = self._channel.on_connect(self._on_connect)
+    def start(self) -> None:
+        self._unlisten = self._channel.on_connect(self._open_inbox)
         self._channel.on_denied(self._on_denied)
-        await self._open_inbox()
+        if self._channel.connected:
+            self._open_inbox()
         self._watch()
 
-    async def stop(self) -> None:
-        """Ask for nothing more. What is on its way still comes to `on_message` for a moment."""
+    def stop(self) -> None:
+        """Ask for nothing more."""
         if self._stopped:
             return
         self._stopped = True
@@ -120,67 +117,54 @@ class Feed:
             self._timer.cancel()
         for task in list(self._tasks):
             task.cancel()
-        if self._sub is not None:
-            await self._unsubscribe(self._sub)
+        self._channel.unsubscribe(self._sid)
 
     def pump(self) -> None:
         """Ask for what there is room for, once that is at least half of what there could be."""
-        if self._stopped or not self._channel.connected or self._sub is None:
+        if self._stopped or not self._channel.connected or not self._sid:
             return
         capacity = self._capacity()
         missing = capacity - self._used() - self._outstanding
         if missing > 0 and missing * 2 >= capacity:
-            self._outstanding += missing
-            self._spawn(self._ask(missing, self._session))
+            request: dict[str, Any] = {"batch": missing, "max_bytes": self._max_bytes}
+            if self._drain:
+                request["no_wait"] = True
+            else:
+                request |= {"expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(IDLE_HEARTBEAT_S * 1e9)}
+            if self._channel.send(self._next, json.dumps(request).encode(), self._inbox):
+                self._outstanding += missing
+                self._heard = time.monotonic()
 
-    async def reset(self) -> None:
+    def reset(self) -> None:
         """Abandon all requests and start over with a new inbox, so that a late answer to an old one cannot be miscounted."""
-        old, self._sub = self._sub, None
+        old, connection = self._sid, self._channel.connections
         self.resets += 1
-        await self._open_inbox()
-        if old is not None:
-            asyncio.get_running_loop().call_later(LINGER_S, lambda: self._spawn(self._unsubscribe(old)))
+        self._open_inbox()
 
-    async def _open_inbox(self) -> None:
+        def forget_old() -> None:
+            if connection == self._channel.connections:  # a newer connection knows nothing of it
+                self._channel.unsubscribe(old)
+
+        asyncio.get_running_loop().call_later(LINGER_S, forget_old)
+
+    def _open_inbox(self) -> None:
         self._session += 1
         session = self._session
-
-        async def on_message(msg: Msg) -> None:
-            self._receive(msg, session)
-
-        self._inbox = self._channel.nc.new_inbox()
+        self._inbox, self._sid = self._channel.subscribe(lambda frame: self._receive(frame, session))
         self._outstanding, self._heard = 0, time.monotonic()
-        with contextlib.suppress(NatsError):  # closed in between: the next connection opens it again
-            self._sub = await self._channel.subscribe(self._inbox, on_message)
         self.pump()
 
-    async def _unsubscribe(self, sub: Subscription) -> None:
-        with contextlib.suppress(NatsError, OSError):  # the connection may be gone, and with it the subscription
-            await sub.unsubscribe()
-
-    async def _ask(self, batch: int, session: int) -> None:
-        request: dict[str, Any] = {"batch": batch, "max_bytes": self._max_bytes}
-        if self._drain:
-            request["no_wait"] = True
-        else:
-            request |= {"expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(IDLE_HEARTBEAT_S * 1e9)}
-        if session != self._session:
-            return
-        self._heard = time.monotonic()
-        with contextlib.suppress(NatsError):  # not sent: the reconnect or the watch asks again
-            await self._channel.publish(self._next, json.dumps(request).encode(), self._inbox)
-
-    def _receive(self, msg: Msg, session: int) -> None:
+    def _receive(self, frame: Frame, session: int) -> None:
         current = session == self._session
         if current:
             self._heard = time.monotonic()
-        status = status_of(msg) if not msg.data else None
+        status = status_of(frame) if not frame.data else None
         if status is None:
             if current:
                 self._outstanding = max(0, self._outstanding - 1)
-            self._on_message(msg)
+            self._on_message(frame)
         elif current:
-            self._on_status(status, msg.headers or {})
+            self._on_status(status, frame.headers or {})
 
     def _on_status(self, status: str, headers: dict[str, str]) -> None:
         text = headers.get("Description", "")
@@ -221,16 +205,13 @@ class Feed:
         if subject in (self._next.lower(), self._inbox.lower()):
             self._on_gone(AccessDenied(self.connection.url, action, self._next if action == "publish" else self._inbox))
 
-    def _on_connect(self) -> None:
-        self._spawn(self.reset())
-
     def _watch(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(1.0, self._watch)
         if not self._channel.connected:
             return
         if self._outstanding and time.monotonic() - self._heard > SILENCE_S:
             log.warning("%s/%s: the pull request went silent; asking again", self.stream, self.consumer)
-            self._spawn(self.reset())
+            self.reset()
         else:
             self.pump()
 
@@ -245,11 +226,11 @@ class Delivery:
 
     __slots__ = ("_epoch", "_puller", "_reply", "blob", "data", "delivered", "headers", "msg_id", "seq", "subject")
 
-    def __init__(self, puller: Puller, msg: Msg, at: Position) -> None:
-        self._puller, self._reply, self._epoch = puller, msg.reply, puller.epoch
-        self.data: bytes = msg.data
-        self.subject: str = msg.subject
-        self.headers: dict[str, str] = msg.headers or {}
+    def __init__(self, puller: Puller, frame: Frame, at: Position) -> None:
+        self._puller, self._reply, self._epoch = puller, frame.reply, puller.epoch
+        self.data: bytes = frame.data
+        self.subject: str = frame.subject
+        self.headers: dict[str, str] = frame.headers or {}
         self.msg_id: str = self.headers.get("Nats-Msg-Id", "")
         self.seq, self.delivered = at.seq, at.delivered
         self.blob: BlobRef | None = None
@@ -266,7 +247,7 @@ class Delivery:
 
     async def nak(self, delay_s: float = 0.0) -> None:
         """Give it back, to be delivered again after `delay_s`."""
-        await self._puller.nak(self, delay_s)
+        self._puller.nak(self, delay_s)
 
     def release(self) -> None:
         """Stop the heartbeats: the broker delivers it again once the ack wait has run out."""
@@ -302,7 +283,8 @@ class Puller:
         self._receive, self._acked = receive, acked
         self._ready: deque[Delivery] = deque()
         self._held: dict[int, Delivery] = {}
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[bool]] = deque()
+        self._woken = 0
         self._error: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._taking = 0
@@ -320,7 +302,7 @@ class Puller:
         )
 
     async def start(self) -> Puller:
-        await self._feed.start()
+        self._feed.start()
         self._beat = asyncio.create_task(self._heartbeats())
         return self
 
@@ -340,34 +322,40 @@ class Puller:
 
     async def _wait(self, deadline: float) -> bool:
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
+        turn: asyncio.Future[bool] = loop.create_future()
         self._waiting.append(turn)
         timer = loop.call_at(deadline, _finish, turn)
         self._feed.pump()
         try:
             await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                loop.call_soon(self._wake)  # the message that it was woken for is another's now
+            raise
         finally:
             timer.cancel()
             if turn in self._waiting:
                 self._waiting.remove(turn)
+            if turn.done() and not turn.cancelled() and turn.result():
+                self._woken -= 1
         return loop.time() < deadline or bool(self._ready) or self._error is not None
 
     async def set_prefetch(self, prefetch: int) -> None:
         """Change how many lie ready. What is ready beyond that goes back to the broker at once."""
         shrinks, self.prefetch = prefetch < self.prefetch, prefetch
         if shrinks:
-            await self._feed.reset()
-            await self._give_back(self._capacity())
+            self._feed.reset()
+            self._give_back(self._capacity())
         self._feed.pump()
 
     async def stop(self) -> None:
         """Give back what was not handed out and end the heartbeats. What is held can still be acked."""
         self._stopping = True
-        await self._feed.stop()
+        self._feed.stop()
         self._beat.cancel()
         for task in list(self._tasks):
             task.cancel()
-        await self._give_back(0)
+        self._give_back(0)
         while self._waiting:
             _finish(self._waiting.popleft())
 
@@ -427,26 +415,27 @@ class Puller:
                 raise
         return True
 
-    async def nak(self, delivery: Delivery, delay_s: float) -> None:
+    def nak(self, delivery: Delivery, delay_s: float) -> None:
         self.forget(delivery)
         payload = b"-NAK" if delay_s <= 0 else b"-NAK " + json.dumps({"delay": int(delay_s * 1e9)}).encode()
-        with contextlib.suppress(NatsError):  # not sent: the ack wait gives it back
-            await self.connection.control.publish(delivery._reply, payload)
+        self.connection.control.send(delivery._reply, payload)  # if it is not sent, the ack wait gives it back
 
     def _capacity(self) -> int:
-        return 0 if self._error is not None else max(self.prefetch, len(self._waiting))
+        """Who was woken for a message that lies ready still counts: its task has not run yet, and the broker was asked for
+        as many. Otherwise a burst would be given back, and count as deliveries that nobody saw."""
+        return 0 if self._error is not None else max(self.prefetch, len(self._waiting) + self._woken)
 
-    def _on_message(self, msg: Msg) -> None:
-        at = position(msg.reply)
+    def _on_message(self, frame: Frame) -> None:
+        at = position(frame.reply)
         held = self._held.get(at.seq)
         if held is not None:
-            held._reply, held._epoch, held.delivered = msg.reply, self.epoch, at.delivered
+            held._reply, held._epoch, held.delivered = frame.reply, self.epoch, at.delivered
             self.redelivered += 1
             return
         self.redelivered += at.delivered > 1
-        delivery = Delivery(self, msg, at)
+        delivery = Delivery(self, frame, at)
         if self._stopping or len(self._ready) >= max(self._capacity(), 1):
-            self._spawn(self.nak(delivery, 0.0))
+            self.nak(delivery, 0.0)
             return
         self._held[at.seq] = delivery
         work = self._receive(delivery) if self._receive is not None else None
@@ -466,28 +455,31 @@ class Puller:
 
     def _offer(self, delivery: Delivery) -> None:
         self._ready.append(delivery)
-        if self._waiting:
-            _finish(self._waiting.popleft())
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._ready and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(True)
+                self._woken += 1
 
     def _on_gone(self, error: Exception) -> None:
         self._error = error
         while self._waiting:
             _finish(self._waiting.popleft())
 
-    async def _give_back(self, keep: int) -> None:
+    def _give_back(self, keep: int) -> None:
         while len(self._ready) > keep:
-            await self.nak(self._ready.pop(), 0.0)
+            self.nak(self._ready.pop(), 0.0)
 
     async def _heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._ack_wait_s / 3)
-            if not self.connection.control.connected:
-                continue
-            for delivery in list(self._held.values()):
-                with contextlib.suppress(
-                    NatsError
-                ):  # lost with the connection: the next round comes before the ack wait
-                    await self.connection.control.publish(delivery._reply, b"+WPI")
+            for (
+                delivery
+            ) in self._held.values():  # one that is not sent does no harm: the next comes before the ack wait
+                self.connection.control.send(delivery._reply, b"+WPI")
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -495,6 +487,7 @@ class Puller:
         task.add_done_callback(self._tasks.discard)
 
 
-def _finish(future: asyncio.Future[None]) -> None:
+def _finish(future: asyncio.Future[bool]) -> None:
+    """Wake without a message."""
     if not future.done():
-        future.set_result(None)
+        future.set_result(False)

@@ -14,12 +14,9 @@ import contextlib
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
-
-from nats.errors import Error as NatsError
 
 from shared import wire
 from shared.blobs import Blobs
@@ -39,11 +36,10 @@ PUBLISH_DEADLINE_S = 600.0
 """How long a publish may wait for room in a full stream or for a broker that is away."""
 ACK_WAIT_S = 30.0
 PULL_BYTES = 16 << 20
-EMIT_BACKLOG = 1024
 BLOB_HEADER = "Slipstream-Blob"
 """Marks a message whose body is a BlobRef in place of the payload."""
 BLOB_RETRY_S = 5.0
-BULK_STREAMS = {"prompts", "rewards", "trajectories", "advantages", "dead", "blobs", "archive"}
+BULK_STREAMS = {"prompts", "rewards", "trajectories", "teacher", "reference", "advantages", "dead", "blobs", "archive"}
 """Group payloads go over `bulk`, so that receipts, weights and events never wait behind them."""
 API_DEADLINE_S = 30.0
 NAME_IN_USE = 10058
@@ -70,8 +66,6 @@ class TransferQueue:
         self.connection, self.subjects = connection, subjects
         self._bulk, self._control = Publisher(connection.bulk), Publisher(connection.control)
         self._pullers: list[Puller] = []
-        self._backlog: deque[tuple[str, bytes]] = deque()
-        self._emitting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.blobs = Blobs(connection, self._bulk, subjects)
         self.emit_dropped = self.dead_lettered = self.blob_failures = 0
@@ -102,6 +96,13 @@ class TransferQueue:
         sequence is returned; without an id each call stores one."""
         publisher, entry = await self._submit(subject, message, msg_id, deadline_s)
         return await publisher.wait(entry)
+
+    async def submit(
+        self, subject: str, message: Message, msg_id: str | None = None, deadline_s: float = PUBLISH_DEADLINE_S
+    ) -> asyncio.Future[int]:
+        """As `publish`, but returns once the message has a place in the window; await the result for its sequence, always."""
+        _, entry = await self._submit(subject, message, msg_id, deadline_s)
+        return entry.future
 
     async def publish_all(
         self, messages: Iterable[tuple[str, Message, str | None]], deadline_s: float = PUBLISH_DEADLINE_S
@@ -153,20 +154,8 @@ class TransferQueue:
         what could not be sent is counted in `emit_dropped`."""
         payload = message if isinstance(message, bytes) else wire.encode(message)
         channel = self.connection.control
-        if not channel.connected or len(payload) > channel.max_payload or len(self._backlog) >= EMIT_BACKLOG:
+        if len(payload) > channel.max_payload or not channel.send(subject, payload):
             self.emit_dropped += 1
-            return
-        self._backlog.append((subject, payload))
-        if self._emitting is None or self._emitting.done():
-            self._emitting = asyncio.get_running_loop().create_task(self._emit_backlog())
-
-    async def _emit_backlog(self) -> None:
-        while self._backlog:
-            subject, payload = self._backlog.popleft()
-            try:
-                await self.connection.control.publish(subject, payload)
-            except NatsError:
-                self.emit_dropped += 1
 
     # Pulling
 
@@ -300,8 +289,8 @@ class TransferQueue:
             deadline_s=API_DEADLINE_S,
         )
         async with contextlib.aclosing(reader.messages()) as messages:
-            async for msg, seq in messages:
-                yield await self._whole(stream, msg.data, BLOB_HEADER in (msg.headers or {})), seq
+            async for frame, seq in messages:
+                yield await self._whole(stream, frame.data, BLOB_HEADER in (frame.headers or {})), seq
 
     async def _whole(self, stream: str, data: bytes, is_blob: bool) -> bytes:
         return await self.blobs.get(stream, wire.decode(data, BlobRef)) if is_blob else data

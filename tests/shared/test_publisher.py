@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nats.aio.msg import Msg
 
 from shared import publisher as module
 from shared.errors import PayloadTooLarge, PublishRefused, PublishTimeout, StorageExhausted
 from shared.jetstream import Waiter
+from shared.link import Frame
 from shared.publisher import WINDOW_BYTES, WINDOW_MESSAGES, Publisher
 from shared.pull import Position, position
 
@@ -43,14 +43,13 @@ class FakeBroker:
     def forget(self, reply: str) -> None:
         self._waiters.pop(reply, None)
 
-    async def publish(
-        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
-    ) -> None:
+    def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
         self.sent += 1
         asyncio.get_running_loop().call_soon(self._process, payload, reply, (headers or {})["Nats-Msg-Id"])
+        return True
 
-    async def request(self, subject: str, payload: bytes, deadline_s: float) -> Msg:
-        return Msg(_client=None, data=json.dumps({"streams": ["one"]}).encode())  # type: ignore[arg-type]
+    async def request(self, subject: str, payload: bytes, deadline_s: float) -> Frame:
+        return Frame("", 0, "", None, json.dumps({"streams": ["one"]}).encode())
 
     def reconnect(self) -> None:
         for listener in self._listeners:
@@ -81,7 +80,7 @@ class FakeBroker:
     def _answer(self, reply: str, data: bytes, headers: dict[str, str] | None) -> None:
         waiter = self._waiters.get(reply)
         if waiter is not None:
-            waiter.answer(Msg(_client=None, subject=reply, data=data, headers=headers))  # type: ignore[arg-type]
+            waiter.answer(Frame(reply, 0, "", headers, data))
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ def test_every_stream_of_the_run_is_defined_once() -> None:
     taken = [subject for config in configs for subject in config["subjects"]]
     assert len(set(taken)) == len(taken) == len(STREAMS)
     assert len({config["name"] for config in configs}) == len(STREAMS)
-    assert sum(spec.share for spec in SPECS.values()) <= 1.0
+    assert sum(spec.share for spec in SPECS.values()) == pytest.approx(1.0)
 
 
 def test_a_queue_never_discards_and_a_log_never_blocks() -> None:
