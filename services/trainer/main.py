@@ -6,7 +6,8 @@
 Guarantees: one trainer a run (a lease; of two, the older is fenced by the queue, the DCS, the checkpoints and the ledger); a
 receipt `trained` is written after the update that used the group; its message is acknowledged only when a checkpoint covers it;
 the weights of each step are published once as a new version; a batch without any signal is a step that changes no weight. Told
-to stop, it saves what it has, acknowledges that, and leaves. Killed anywhere: tests/chaos/test_determinism.py.
+to stop, it saves what it has, acknowledges that, and leaves. At the end the policy lies in
+`<workdir>/model`. Killed anywhere: tests/chaos/test_determinism.py.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class Training:
                 await self.checkpoint()
         if self.saved_step != self.step:
             await self.checkpoint()
+        if self.step == self.config.steps:
+            await self.ctx.compute(self.policy.save_hf, self.config.work_path / "model")
 
     def take_in(self, batches: UpdateBatches, group: Group) -> list[PackedBatch]:
         """The group with the columns that are made here; the micro-batches that can be trained on now."""
