@@ -9,10 +9,8 @@ is made where the command is typed. `docs/run-file.md` is the reader's page.
 from __future__ import annotations
 
 import difflib
-import sys
 import typing
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +19,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shared.algorithms import BY_NAME, AlgorithmConfig, GrpoConfig
 from shared.combinations import conflicts
+from shared.plugins import PluginError, find_function
 from shared.section import Section
 from shared.sections import (
     BrokerConfig,
@@ -151,20 +150,10 @@ class RunConfig(Section):
 
     def function(self, dotted: str, field: str) -> Callable[..., Any]:
         """A user's function by dotted path; ConfigError names `field` if it cannot be had."""
-        module, _, name = dotted.rpartition(".")
-        if not module:
-            raise ConfigError(f"{field}: {dotted!r} is no dotted path; write module.function")
-        if self.base not in sys.path:
-            sys.path.append(self.base)
         try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"{field}: cannot import {dotted!r} ({error}); modules are looked for beside the run file"
-            ) from error
-        if not callable(found):
-            raise ConfigError(f"{field}: {dotted!r} is not a function")
-        return found
+            return find_function(dotted, self.base, field)
+        except PluginError as error:
+            raise ConfigError(str(error)) from error
 
     def dump(self) -> bytes:
         """The resolved config as it is kept in the run's KV bucket."""

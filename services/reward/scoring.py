@@ -12,11 +12,11 @@ import asyncio
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
+
+from shared.plugins import PluginError, find_function
 
 CONTEXT = {
     "prompt": "the prompt: a string, or a list of chat messages",
@@ -77,17 +77,10 @@ class Scorer:
 
 def load(path: str, options: dict[str, Any], base: str, field: str) -> Scorer:
     """The function at a dotted path; modules beside the run file are found too. Raises FunctionError."""
-    module, _, name = path.rpartition(".")
-    if base not in sys.path:
-        sys.path.append(base)
     try:
-        function = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise FunctionError(
-            f"{field}.path: cannot import {path!r} ({error}); modules are looked for beside the run file"
-        ) from error
-    if not callable(function):
-        raise FunctionError(f"{field}.path: {path!r} is not a function")
+        function = find_function(path, base, f"{field}.path")
+    except PluginError as error:
+        raise FunctionError(str(error)) from error
     return inspected(function, options, f"{field}: {path}")
 
 

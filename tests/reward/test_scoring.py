@@ -51,9 +51,11 @@ def test_signatures_that_cannot_be_served(function: Any, options: dict[str, Any]
 
 
 def test_paths_that_lead_nowhere() -> None:
-    for path in ("no_such_module.reward", "tests.reward.functions.nothing", "reward"):
+    for path in ("no_such_module.reward", "tests.reward.functions.nothing"):
         with pytest.raises(FunctionError, match=r"f\[0\]\.path: cannot import"):
             load(path, {}, ".", "f[0]")
+    with pytest.raises(FunctionError, match=r"f\[0\]\.path: 'reward' is no dotted path; write module.function"):
+        load("reward", {}, ".", "f[0]")
     with pytest.raises(FunctionError, match="is not a function"):
         load("tests.reward.functions.np", {}, ".", "f[0]")
 

@@ -89,6 +89,7 @@ def test_a_wrong_override_says_how_to_write_it(tmp_path, override):
 
 def test_a_plug_in_that_cannot_be_imported_names_its_field(tmp_path):
     (tmp_path / "plug_in_of_test.py").write_text("value = 3\ndef reward():\n    return 1.0\n")
+    (tmp_path / "broken_plug_in.py").write_text("raise RuntimeError('boom')\n")
     loaded = config.load(write(tmp_path))
     assert loaded.function("plug_in_of_test.reward", "reward.path")() == 1.0
     for dotted, message in [
@@ -96,6 +97,7 @@ def test_a_plug_in_that_cannot_be_imported_names_its_field(tmp_path):
         ("no_such_module.reward", "reward.path: cannot import"),
         ("plug_in_of_test.value", "reward.path: 'plug_in_of_test.value' is not a function"),
         ("reward", "write module.function"),
+        ("broken_plug_in.reward", "fails while it is imported: RuntimeError: boom"),
     ]:
         with pytest.raises(ConfigError, match=message):
             loaded.function(dotted, "reward.path")
