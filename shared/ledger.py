@@ -7,8 +7,8 @@ conservation by it, so there is one reading of the log and not three. Rules, hel
 - The first fate wins: `trained` after `dropped`, or the reverse, is counted in `conflicts` and changes nothing.
 - `rollback(step=k)` reopens whatever was trained in an update >= k: those updates no longer exist in any weights. Groups that it
   names as `lost` (their samples are gone for good) are dropped with reason `rollback` in the same breath.
-- It also fences: it names the first version of the new history, and what a replaced trainer, stopped and woken again, may still
-  write under an older version does not count.
+- It also fences: trainers number themselves (their epoch), and what a replaced one, stopped and woken again, writes after the
+  rollback of a later one does not count.
 - A fate may arrive before its `issued` (two writers, one log): it is kept and counts once the group is issued.
 - Evaluation groups have no fate: whatever is written about one changes nothing.
 """
@@ -48,8 +48,8 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)
     conflicts: list[Receipt] = field(default_factory=list)
     rollbacks: int = 0
-    floor: int = -1
-    """The first version of the present history of the weights."""
+    epoch: int = 0
+    """Of the last trainer that went on from a checkpoint."""
     fenced: int = 0
     """Receipts of replaced trainers, which did not count."""
     damaged: int = 0
@@ -101,7 +101,7 @@ class Ledger:
 
     def is_fenced(self, receipt: Receipt) -> bool:
         """Whether it comes from a trainer that another has replaced in the log by now."""
-        return receipt.detail.get("version", self.floor) < self.floor
+        return bool(receipt.detail.get("epoch", self.epoch) < self.epoch)
 
     def _open(self, entry: Entry, receipt: Receipt) -> bool:
         if entry.issued:
@@ -125,7 +125,7 @@ class Ledger:
 
     def _roll_back(self, receipt: Receipt) -> bool:
         self.rollbacks += 1
-        self.floor = max(self.floor, receipt.detail.get("version", -1))
+        self.epoch = max(self.epoch, receipt.detail.get("epoch", 0))
         self.damaged = max(self.damaged, receipt.detail.get("damaged", 0))
         undone = [step for step in self.by_step if step >= receipt.step]
         for step in undone:

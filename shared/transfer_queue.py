@@ -16,13 +16,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shared import wire
 from shared.blobs import Blobs
 from shared.config import RunConfig
 from shared.errors import ApiError, StreamMissing, TransportError
 from shared.jetstream import Connection
+from shared.ledger import is_eval
 from shared.log_reader import LogReader
 from shared.publisher import Entry, Publisher
 from shared.pull import NOT_FOUND, Delivery, Puller
@@ -355,7 +356,8 @@ def _too_often(delivery: Delivery, most: int) -> str:
 def _dropped(group_id: str, payload: bytes, stage: str, reason: str, now: float) -> Receipt:
     """The entry of a dead group. A message that cannot be read is dropped by its id alone. An evaluation has no fate in the
     ledger: its entry is `evaluated` with a reason, so that nobody waits for it."""
-    receipt = Receipt("dropped", group_id, reason=f"dead:{stage}", detail={"why": reason}, at=now)
+    kind: Literal["dropped", "evaluated"] = "evaluated" if is_eval(group_id) else "dropped"
+    receipt = Receipt(kind, group_id, reason=f"dead:{stage}", detail={"why": reason}, at=now)
     with contextlib.suppress(wire.WireError):
         record = wire.decode_any(payload)
         if isinstance(record, Group):

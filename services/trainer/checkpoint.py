@@ -6,7 +6,8 @@ is synced: it is there completely or not at all, and saving never touches an old
 is known even after a rollback to an earlier step. The newest `keep` stay; older ones go after the new one is durable.
 
 Failpoints mark the steps (shared/failpoints.py). Who has claimed the folder last is the only one who may save: a trainer that was
-stopped, replaced and woken again gets `CheckpointTaken` instead of putting a lost history in front of the present one.
+stopped, replaced and woken again gets `CheckpointTaken` instead of putting a lost history in front of the present one. The
+number of its claim is the trainer's **epoch**, by which the ledger tells it from others.
 
 Loading verifies every digest. A damaged checkpoint is set aside (renamed to `damaged-...`) and reported, and the one before
 it is used; if checkpoints exist but none is whole, that is an error and not a fresh start. A full disk is a `DiskFullError`.
@@ -19,7 +20,6 @@ import hashlib
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ FORMAT = 1
 TENSORS, META, MANIFEST = "state.safetensors", "meta.msgpack", "manifest.msgpack"
 NAME = re.compile(r"checkpoint-(\d{8})-step-(\d{8})")
 UNFINISHED, DAMAGED = "saving-", "damaged-"
-OWNER = "owner"
+CLAIM = "claim-"
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "CheckpointTaken", "Damage", "DiskFullError", "Entry"]
 
@@ -86,16 +86,27 @@ class CheckpointStore:
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
         self.folder = Path(folder)
         self.keep = max(1, keep)
-        self._claim = ""
+        self._claim = 0
 
-    def claim(self) -> None:
-        """From now on nobody else may save here. Without a claim anybody may."""
-        self._claim = uuid.uuid4().hex
+    def claim(self) -> int:
+        """From now on nobody else may save here. Returns the number of the claim; numbers only grow."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        fresh = self.folder / f"{OWNER}-{self._claim}"
-        _write(fresh, self._claim.encode())
-        os.rename(fresh, self.folder / OWNER)
+        number = self._last_claim() + 1
+        while True:
+            try:
+                with (self.folder / f"{CLAIM}{number:08d}").open("x"):
+                    break
+            except FileExistsError:  # another was faster
+                number += 1
         fsync_folder(self.folder)
+        for path in self.folder.glob(f"{CLAIM}*"):
+            if path.name < f"{CLAIM}{number:08d}":
+                path.unlink(missing_ok=True)
+        self._claim = number
+        return number
+
+    def _last_claim(self) -> int:
+        return max((int(path.name.removeprefix(CLAIM)) for path in self.folder.glob(f"{CLAIM}*")), default=0)
 
     def entries(self) -> list[Entry]:
         """All complete checkpoints, oldest first."""
@@ -164,8 +175,8 @@ class CheckpointStore:
         if damaged:
             reasons = "; ".join(f"step {damage.step}: {damage.reason}" for damage in damaged)
             raise CheckpointError(
-                f"{self.folder}: no checkpoint is whole ({reasons}). They lie beside it as {DAMAGED}*; restore a copy, or "
-                "remove them to start from the model folder again"
+                f"{self.folder}: no checkpoint is whole ({reasons}). They lie beside it as {DAMAGED}*; put a whole "
+                "copy of one back, or start a new run under another name"
             )
         return None
 
@@ -177,7 +188,7 @@ class CheckpointStore:
         return Damage(aside, entry.step, reason)
 
     def _check_claim(self) -> None:
-        if self._claim and (self.folder / OWNER).read_text() != self._claim:
+        if self._claim and self._last_claim() != self._claim:
             raise CheckpointTaken(f"{self.folder}: another trainer has taken over; this one must stop")
 
     def _remove_unfinished(self) -> None:

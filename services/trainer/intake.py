@@ -58,10 +58,9 @@ def oldest_step(group: Group, rollbacks: list[Rollback]) -> int | None:
 class Intake:
     """Hands out groups, update by update."""
 
-    def __init__(self, ctx: Context, window: Window[Group], rollbacks: list[Rollback], version: int) -> None:
+    def __init__(self, ctx: Context, window: Window[Group], rollbacks: list[Rollback], epoch: int) -> None:
         self.ctx, self.window, self.rollbacks = ctx, window, rollbacks
-        self.version = version
-        """The first of this trainer's own."""
+        self.epoch = epoch
         self.ledger = Ledger()
         self._held: dict[str, Delivery] = {}
         self._puller: Puller | None = None
@@ -171,7 +170,7 @@ class Intake:
             reason="stale",
             replica=group.replica,
             sample_steps=sample_steps(group, self.rollbacks),
-            detail={"version": self.version},
+            detail={"epoch": self.epoch},
             at=time.time(),
         )
         await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"dropped:{group.id}")

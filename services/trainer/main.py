@@ -65,10 +65,9 @@ async def train(ctx: Context) -> None:
     start = await begin(ctx, store)
     publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
     version = await publisher.publish(start.step, start.policy.hf_tensors(), "resume" if start.resumed else "start")
-    intake = Intake(ctx, start.window, start.rollbacks, version)
+    intake = Intake(ctx, start.window, start.rollbacks, start.epoch)
     await intake.restore()
-    if start.resumed:
-        await roll_back(ctx, start, intake.ledger, version)
+    await roll_back(ctx, start, intake.ledger, version)
     await intake.open()
     try:
         await Training(ctx, start, store, publisher, intake, version).run()
@@ -196,7 +195,7 @@ class Training:
         failpoints.reach("trainer.told")
 
     async def write_receipts(self, groups: list[Group]) -> None:
-        receipts = trained_receipts(groups, self.step - 1, self.version, self.intake.rollbacks)
+        receipts = trained_receipts(groups, self.step - 1, self.intake.epoch, self.intake.rollbacks)
         subject = self.ctx.subjects.receipts
         await self.ctx.queue.publish_all([(subject, one, f"trained:{one.group_id}:{self.version}") for one in receipts])
         failpoints.reach("trainer.receipts")
@@ -231,8 +230,8 @@ class Training:
         )
 
 
-def trained_receipts(groups: list[Group], update: int, version: int, rollbacks: list[Rollback]) -> Iterator[Receipt]:
-    """One `trained` receipt a group: what the ledger counts and the audit checks. `version`: what the update started from."""
+def trained_receipts(groups: list[Group], update: int, epoch: int, rollbacks: list[Rollback]) -> Iterator[Receipt]:
+    """One `trained` receipt a group: what the ledger counts and the audit checks."""
     now = time.time()
     for group in groups:
         assert group.samples is not None
@@ -248,6 +247,6 @@ def trained_receipts(groups: list[Group], update: int, version: int, rollbacks: 
             sample_steps=sample_steps(group, rollbacks),
             tokens=len(group.samples.ids),
             reward=sum(scored) / len(scored) if scored else None,
-            detail={"version": version},
+            detail={"epoch": epoch},
             at=now,
         )

@@ -20,6 +20,13 @@ from shared.service import Context, ServiceFailed
 
 async def roll_back(ctx: Context, start: Start, ledger: Ledger, version: int) -> None:
     """Write the receipt. `version`: the first of the new history; `ledger`: all receipts so far."""
+    if not start.resumed:
+        if ledger.trained:
+            raise ServiceFailed(
+                f"the receipts say that {ledger.trained} groups are trained, but there is no checkpoint of it below "
+                f"{ctx.config.work_path}: put the checkpoints back, or start a new run under another name"
+            )
+        return
     lost = lost_groups(ledger, start)
     if lost and ctx.config.deterministic:
         raise ServiceFailed(
@@ -27,7 +34,7 @@ async def roll_back(ctx: Context, start: Start, ledger: Ledger, version: int) ->
             "acknowledged, so the same weights cannot be reached again. Put a whole copy of it back, or give the promise up and "
             "go on from the one before: --set deterministic=false"
         )
-    detail: dict[str, Any] = {"version": version, "lost": lost, "damaged": start.damaged_sequence}
+    detail: dict[str, Any] = {"epoch": start.epoch, "version": version, "lost": lost, "damaged": start.damaged_sequence}
     if ctx.config.deterministic:
         detail["repeats"] = True
     receipt = Receipt("rollback", step=start.step, detail=detail, replica=ctx.replica, at=time.time())

@@ -46,6 +46,8 @@ class Start:
     window: Window[Group]
     step: int
     rollbacks: list[Rollback]
+    epoch: int
+    """Which trainer of the run this is: the number of its claim on the checkpoints."""
     resumed: bool
     next_issue: int = 0
     """The issue number behind the last group that was trained."""
@@ -76,13 +78,13 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
     await ctx.beat("loading model")
     seed_everything(config.seed)
     policy = await ctx.compute(_build, config)
-    await ctx.compute(store.claim)
+    epoch = await ctx.compute(store.claim)
     checkpoint: Checkpoint | None = await ctx.compute(store.load)
     if checkpoint is None:
         await _phases(ctx, policy)
         roles = await ctx.compute(Roles, config, policy)
         await ctx.compute(roles.begin)
-        start = Start(policy, roles, Window(config.window), 0, [], resumed=False)
+        start = Start(policy, roles, Window(config.window), 0, [], epoch, resumed=False)
         await ctx.compute(store.save, 0, policy.state_dict() | roles.state_dict(), meta_of(start.window.state(), [], 0))
         return start
     for damage in checkpoint.damaged:
@@ -100,6 +102,7 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
         Window.restore(meta["window"], config.window),
         checkpoint.entry.step,
         [Rollback(version, step) for version, step in meta["rollbacks"]],
+        epoch,
         resumed=True,
         next_issue=meta["next_issue"],
         damaged_step=max((entry.step for entry in damaged), default=0),

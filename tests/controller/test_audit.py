@@ -186,9 +186,9 @@ def test_a_deterministic_run_must_repeat_itself():
 
 def test_what_a_replaced_trainer_wrote_late_is_no_training():
     evidence = runs.sound()
-    evidence.receipts.append(Receipt("rollback", step=4, detail={"version": 6}))
+    evidence.receipts.append(Receipt("rollback", step=4, detail={"epoch": 2}))
     late = runs.trained("0-8", 8, 4, [0, 0])
-    evidence.receipts.append(replace(late, detail={"version": 5}))
+    evidence.receipts.append(replace(late, detail={"epoch": 1}))
     assert audit(evidence).ok
     assert audit(evidence).trained == 8
 

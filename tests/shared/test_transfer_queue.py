@@ -382,6 +382,19 @@ class TestPull:
 
 class TestDeadLetters:
     @pytest.mark.parametrize("kind", ["train", "eval"])
+    async def test_an_unreadable_evaluation_is_no_drop(
+        self, broker: EmbeddedBroker, connect: Any, run_name: str
+    ) -> None:
+        """It has no fate in the ledger, so one must not be written."""
+        queue = await open_queue(await connect(broker.url), run_name)
+        await queue.publish(queue.subjects.reward_requests, b"not a record", "eval-0-8")
+        puller = await queue.pull("rewards", "scorer", prefetch=0)
+        delivery = await puller.next(5)
+        assert delivery is not None
+        await queue.bury(delivery, "reward", "unreadable")
+        receipts = [wire.decode(data, Receipt) async for data, _ in queue.read("receipts")]
+        assert [(receipt.kind, receipt.group_id) for receipt in receipts] == [("evaluated", "eval-0-8")]
+
     async def test_too_many_deliveries(self, broker: EmbeddedBroker, connect: Any, run_name: str, kind: Any) -> None:
         queue = await open_queue(await connect(broker.url), run_name)
         payload = wire.encode(a_group("0-7", kind))

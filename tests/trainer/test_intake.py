@@ -53,8 +53,8 @@ def dropped(issue: int, reason: str = "zero_variance") -> Receipt:
     return Receipt("dropped", f"0-{issue}", issue, issue, 0, reason=reason)
 
 
-def trained(issue: int, step: int, version: int = 1) -> Receipt:
-    return Receipt("trained", f"0-{issue}", issue, issue, 0, step=step, detail={"version": version})
+def trained(issue: int, step: int, epoch: int = 1) -> Receipt:
+    return Receipt("trained", f"0-{issue}", issue, issue, 0, step=step, detail={"epoch": epoch})
 
 
 class Bench:
@@ -72,8 +72,8 @@ class Bench:
         for one in groups:
             await self.ctx.queue.publish(self.ctx.subjects.advantages, one, msg_id=one.id)
 
-    async def intake(self, window: Window[Group] | None = None, version: int = 1) -> Intake:
-        intake = Intake(self.ctx, window or Window(1), [], version)
+    async def intake(self, window: Window[Group] | None = None, epoch: int = 1) -> Intake:
+        intake = Intake(self.ctx, window or Window(1), [], epoch)
         await intake.restore()
         await intake.open()
         self.opened.append(intake)
@@ -152,7 +152,7 @@ async def test_a_drop_may_be_on_record_before_its_issue(bench: Bench) -> None:
 async def test_what_waited_in_the_queue_for_too_long_is_dropped_as_stale(bench: Bench) -> None:
     await bench.tell(issued(0), issued(1))
     await bench.send(group(0, steps=(2, 0)), group(1, steps=(2, 1)))
-    taken = await (await bench.intake(version=7)).take(2)
+    taken = await (await bench.intake(epoch=7)).take(2)
     assert taken is not None
     assert taken.id == "0-1"
     ledger = await fold(bench.ctx)
@@ -176,7 +176,7 @@ async def test_a_replaced_trainer_can_neither_take_nor_acknowledge(bench: Bench)
     await bench.send(group(0), group(1))
     old = await bench.intake()
     assert await old.take(0) is not None
-    await bench.intake(version=2)
+    await bench.intake(epoch=2)
     with pytest.raises(TransportError):
         await old.covered(["0-0"])
     assert await bench.waiting() == 2
@@ -192,25 +192,24 @@ async def test_waiting_for_a_round_takes_nothing(bench: Bench) -> None:
     assert not await intake.until_settled(4)
 
 
-def damaged(step: int, sequence: int, at: int = 0) -> Any:
-    """A start from the checkpoint of step `at`, whose successor is damaged."""
-    return SimpleNamespace(
-        step=at, rollbacks=[], window=Window(1, head=2 * at), damaged_step=step, damaged_sequence=sequence
-    )
+def damaged(step: int, sequence: int, epoch: int = 2) -> Any:
+    """A start from the checkpoint of step 0, whose successor is damaged."""
+    seen = {"damaged_step": step, "damaged_sequence": sequence}
+    return SimpleNamespace(step=0, rollbacks=[], window=Window(1), epoch=epoch, resumed=True, **seen)
 
 
 async def test_groups_that_only_a_damaged_checkpoint_covered_are_dropped_once(bench: Bench) -> None:
     """Four groups were trained and acknowledged; the trainer dies twice on its way back."""
     await bench.tell(*map(issued, range(6)), *(trained(issue, issue // 2) for issue in range(4)))
     for version in (5, 6):
-        start = damaged(step=2, sequence=3)
+        start = damaged(step=2, sequence=3, epoch=version)
         await roll_back(bench.ctx, start, await fold(bench.ctx), version)
         ledger = await fold(bench.ctx)
         assert (ledger.trained, ledger.dropped, ledger.pending) == (0, {"rollback": 4}, 2)
         assert ledger.balanced
     assert start.rollbacks == [Rollback(6, 0)]
     await bench.send(group(4))
-    taken = await (await bench.intake(version=6)).take(0)
+    taken = await (await bench.intake(epoch=6)).take(0)
     assert taken is not None
     assert taken.id == "0-4"
 
@@ -225,17 +224,24 @@ async def test_a_deterministic_run_says_that_it_cannot_keep_its_promise(bench: B
     assert start.rollbacks == [], "the lost history is the one to come"
 
 
+async def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(bench: Bench) -> None:
+    await bench.tell(issued(0), trained(0, 0))
+    start = SimpleNamespace(resumed=False)
+    with pytest.raises(ServiceFailed, match="1 groups are trained, but there is no checkpoint"):
+        await roll_back(bench.ctx, start, await fold(bench.ctx), 5)  # type: ignore[arg-type]
+
+
 def test_what_a_replaced_trainer_still_writes_does_not_count() -> None:
     ledger = Ledger()
-    for receipt in (issued(0), issued(1), issued(2), trained(0, 0, version=1)):
+    for receipt in (issued(0), issued(1), issued(2), trained(0, 0, epoch=1)):
         ledger.apply(receipt)
-    ledger.apply(Receipt("rollback", step=0, detail={"version": 4}))
-    late = [trained(0, 0, version=2), trained(1, 5, version=3), Receipt("rollback", step=0, detail={"version": 3})]
-    late.append(Receipt("dropped", "0-2", 2, reason="stale", detail={"version": 1}))
+    ledger.apply(Receipt("rollback", step=0, detail={"epoch": 4}))
+    late = [trained(0, 0, epoch=2), trained(1, 5, epoch=3), Receipt("rollback", step=0, detail={"epoch": 3})]
+    late.append(Receipt("dropped", "0-2", 2, reason="stale", detail={"epoch": 1}))
     for receipt in late:
         assert not ledger.apply(receipt)
     assert (ledger.trained, ledger.pending, ledger.fenced) == (0, 3, 4)
-    ledger.apply(trained(0, 0, version=4))
+    ledger.apply(trained(0, 0, epoch=4))
     assert (ledger.trained, ledger.conflicts, ledger.balanced) == (1, [], True)
 
 
