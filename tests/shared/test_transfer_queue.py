@@ -381,7 +381,6 @@ class TestPull:
 
 
 class TestDeadLetters:
-    @pytest.mark.parametrize("kind", ["train", "eval"])
     async def test_an_unreadable_evaluation_is_no_drop(
         self, broker: EmbeddedBroker, connect: Any, run_name: str
     ) -> None:
@@ -395,6 +394,7 @@ class TestDeadLetters:
         receipts = [wire.decode(data, Receipt) async for data, _ in queue.read("receipts")]
         assert [(receipt.kind, receipt.group_id) for receipt in receipts] == [("evaluated", "eval-0-8")]
 
+    @pytest.mark.parametrize("kind", ["train", "eval"])
     async def test_too_many_deliveries(self, broker: EmbeddedBroker, connect: Any, run_name: str, kind: Any) -> None:
         queue = await open_queue(await connect(broker.url), run_name)
         payload = wire.encode(a_group("0-7", kind))
