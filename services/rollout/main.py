@@ -11,14 +11,21 @@ dies, the replica starts another one from the newest weights and carries on.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
+import shutil
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
+from services.dcs.client import DcsUnavailable
+from services.rollout.caution import Caution
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
-from services.rollout.engines.process import EngineProcess, EngineStartError
+from services.rollout.engines.process import EngineKilled, EngineProcess, EngineStartError
+from services.rollout.engines.watch import until_hung
 from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
 from services.rollout.weights import WeightReceiver
 from shared import failpoints, waivers, wire
@@ -31,45 +38,75 @@ from shared.waivers import Waivers
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-BACK_OFF_S = (1.0, 2.0, 5.0, 15.0)
+BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 15.0)
+STEADY_S = 30.0
+"""An engine that served for so long was no failed try: the next one is started at once."""
 
 
 async def main(ctx: Context) -> None:
     """Serve with one engine after another until told to stop."""
     deaths = 0
-    with tempfile.TemporaryDirectory(prefix=f"{ctx.replica}-") as cache:
+    caution = Caution(ctx.config.rollout.max_running_groups, ctx.config.rollout.max_deliveries)
+    with weights_cache(ctx.run, ctx.replica) as cache:
         while not ctx.stopping.is_set():
+            began = time.monotonic()
             try:
-                await _with_engine(ctx, Path(cache))
+                await _with_engine(ctx, cache, caution)
+            except (EngineDead, EngineKilled) as error:
+                deaths = 0 if time.monotonic() - began > STEADY_S else deaths
+                await ctx.events.publish("engine_died", str(error), lived_s=round(time.monotonic() - began, 1))
+                await ctx.vouch(ctx.sleep(BACK_OFF_S[min(deaths, len(BACK_OFF_S) - 1)]))
+                deaths += 1
             except (EngineStartError, TokenizerError) as error:
                 raise ServiceFailed(str(error)) from error
-            except EngineDead as error:
-                await ctx.events.publish("engine_died", str(error))
-                await ctx.sleep(BACK_OFF_S[min(deaths, len(BACK_OFF_S) - 1)])
-                deaths += 1
+            except DcsUnavailable:
+                if not ctx.stopping.is_set():
+                    raise
 
 
-async def _with_engine(ctx: Context, cache: Path) -> None:
+@contextmanager
+def weights_cache(run: str, replica: str) -> Iterator[Path]:
+    """Where this replica keeps what it pulls: the same folder for the process that takes its place when it is killed, so that
+    nothing is left behind, and what was pulled is not pulled again."""
+    root = Path(tempfile.gettempdir(), f"slipstream-{os.getuid()}", run, replica)
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # two runs of one name on this host
+            with tempfile.TemporaryDirectory(prefix=f"{replica}-") as other:
+                yield Path(other)
+            return
+        yield root
+        shutil.rmtree(root, ignore_errors=True)  # not reached by a process that fails: the next one goes on from it
+
+
+async def _with_engine(ctx: Context, cache: Path, caution: Caution) -> None:
     receiver = WeightReceiver(ctx, cache)
-    await ctx.beat("fetching weights")
-    if (start := await ctx.vouch(receiver.bootstrap())) is None:
-        return
-    await ctx.beat("starting engine")
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(receiver.close)
+        await ctx.beat("fetching weights")
+        if (start := await ctx.vouch(receiver.bootstrap())) is None:
+            return
+        await ctx.beat("starting engine")
         starting = EngineProcess.start_for(ctx.config, start.folder, weight_version=str(start.version))
         process = await ctx.vouch(starting)
         stack.push_async_callback(process.stop)
         engine = await stack.enter_async_context(EngineClient(process.url))
         await ctx.vouch(receiver.attach(engine, start))
+        tokenizer = await ctx.compute(Tokenizer, start.folder)
         await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)
-        await Worker(ctx, engine, receiver, Tokenizer(start.folder)).run()
+        await Worker(ctx, engine, receiver, tokenizer, caution).run()
 
 
 class Worker:
     """Runs up to `rollout.max_running_groups` groups at once on one engine: so many slots, each with one group at a time."""
 
-    def __init__(self, ctx: Context, engine: EngineClient, receiver: WeightReceiver, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, ctx: Context, engine: EngineClient, receiver: WeightReceiver, tokenizer: Tokenizer, caution: Caution
+    ) -> None:
         self.ctx, self.engine, self.receiver, self.tokenizer = ctx, engine, receiver, tokenizer
+        self.caution = caution
         self.running = self.groups = self.samples = self.tokens = 0
         self._changed = time.monotonic()
 
@@ -85,31 +122,53 @@ class Worker:
         )
         following = asyncio.create_task(self.receiver.run())
         slots = [asyncio.create_task(self._slot(puller)) for _ in range(options.max_running_groups)]
+        watching = asyncio.create_task(self._watch_engine())
+        tasks = {*slots, following, watching}
         try:
             while not self.ctx.stopping.is_set():
                 await self._beat()
-                done, _ = await asyncio.wait({*slots, following}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                await self.caution.trust()
+                done, _ = await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
+        except EngineDead:  # nothing more can be finished on it
+            self.caution.engine_died()
+            for task in tasks:
+                task.cancel()
+            raise
         finally:
+            watching.cancel()
             await puller.stop()
-            await self._drain(slots)
+            await self.ctx.vouch(self._drain(slots))
             await (
                 self.receiver.leave()
             )  # while it still follows: a broadcast that counts on this engine is finished first
             following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await asyncio.gather(following, watching, return_exceptions=True)
+
+    async def _watch_engine(self) -> None:
+        config = self.ctx.config
+        await until_hung(self.engine.url, silent_s=config.heartbeat_ttl_s, stuck_s=config.hang_timeout_s)
 
     async def _slot(self, puller: Puller) -> None:
         """One group after another. Waiting here is what asks the broker for a prompt, so a busy replica hoards none."""
         while not self.ctx.stopping.is_set():
-            delivery = await puller.next(POLL_S)
-            if delivery is not None:
+            async with self.caution.place():
+                delivery = await puller.next(POLL_S)
+                if delivery is not None:
+                    await self._take(delivery)
+
+    async def _take(self, delivery: Delivery) -> None:
+        try:
+            async with self.caution.beside_others(delivery.delivered):
                 self._count(1)
                 try:
                     await self._episode(delivery)
                 finally:
                     self._count(-1)
+        finally:
+            if delivery.held:  # the engine died while it waited to run alone
+                await delivery.nak()
 
     def _count(self, change: int) -> None:
         """Keep the clocks: busy while any group runs, waiting for prompts else."""
@@ -183,6 +242,7 @@ class Worker:
         await ctx.queue.publish(ctx.subjects.reward_requests, group, msg_id=group.id)
         failpoints.reach("rollout.stored")
         await delivery.ack()
+        await self.caution.trust(came_through=True)
         self.groups += 1
         self.samples += group.sampling.n
         self.tokens += len(group.samples.ids)

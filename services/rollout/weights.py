@@ -159,6 +159,10 @@ class WeightReceiver:
         finally:
             await self._dcs.close()
 
+    async def close(self) -> None:
+        """End the connection to the DCS. For a receiver that was never run, too."""
+        await self._dcs.close()
+
     # -- following ----------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:

@@ -81,14 +81,14 @@ def test_the_pause_doubles_up_to_its_limit_and_a_steady_time_forgives():
     assert world.dies().delay_s == 0.1
 
 
-def test_who_does_not_come_up_is_told_once():
+def test_who_does_not_stay_up_is_told_once():
     world = World()
     said = []
     for _ in range(8):
         said.append(world.dies(-11, "killed by SIGSEGV").say)
         world.restarts()
     assert [bool(text) for text in said] == [False, False, True, False, False, False, False, False]
-    assert "rollout-0 does not come up (killed by SIGSEGV)" in said[2]
+    assert "rollout-0 does not stay up (killed by SIGSEGV)" in said[2]
     assert "the run waits for it" in said[2]
 
 
@@ -186,6 +186,27 @@ def test_silence_is_found_and_its_cause_kept():
     assert [one.replica for one in hung] == ["rollout-0"], "it is accused once"
     assert "lived without a heartbeat for 16 s, last state 'sampling'" in hung[0].cause
     assert world.dies().cause == hung[0].cause, "what is told is the hang, not the SIGKILL that ended it"
+
+
+def test_a_slow_machine_is_not_mistaken_for_a_hang_for_ever():
+    world = World()
+
+    def silence() -> float:
+        world.supervisor.looked(world.now)
+        world.works(1)
+        began = world.now
+        while not world.supervisor.looked(world.now):
+            world.now += 1
+        return world.now - began
+
+    for expected in (15, 30, 60, 120):
+        assert silence() == expected
+        world.dies()
+        world.restarts()
+    world.works(RULES.steady_s + 1)
+    world.dies()
+    world.restarts()
+    assert silence() == 15
 
 
 def test_a_first_heartbeat_has_more_time():

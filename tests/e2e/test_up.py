@@ -222,14 +222,14 @@ async def test_a_hung_service_is_found_by_its_silence_and_replaced(run):
 
 async def test_a_service_that_cannot_come_up_says_so_once(run):
     await run.start("steps=400", fault="dcs-0-crashes")
-    await run.says("dcs-0 does not come up (killed by SIGSEGV)")
+    await run.says("dcs-0 does not stay up (killed by SIGSEGV)")
     tries = len(await by_up(run, "dcs"))
 
     async def tried_again() -> bool:
         return len(await by_up(run, "dcs")) >= tries + 4
 
     await until(tried_again, "it is tried again and again", DEADLINE_S)
-    assert run.text.count("does not come up") == 1
+    assert run.text.count("does not stay up") == 1
     run.signal(signal.SIGTERM)
     assert await run.ends() == 130
 

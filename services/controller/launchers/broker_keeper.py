@@ -6,12 +6,15 @@ Gives up only when it cannot be started at all, or never stays up. tests/e2e/tes
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
 from services.controller.launchers.broker import PrivateBroker
 from services.controller.launchers.telling import Teller
-from shared.broker import BrokerError
+from shared.broker import BrokerError, StartFailed
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 STEADY_S = 10.0
@@ -32,6 +35,9 @@ async def keep_broker(broker: PrivateBroker, silent_s: float, teller: Teller, sa
         pid = broker.pid
         try:
             await asyncio.to_thread(broker.restart)
+        except StartFailed as error:  # it died while it started; the next round counts that
+            log.warning("%s", error)
+            continue
         except BrokerError as error:
             return f"the broker {how} and cannot be started again: {error}"
         up_since = time.monotonic()

@@ -84,7 +84,8 @@ class Keeper:
         how = f"{gone.how}: {gone.last_words}" if gone.code > 0 and gone.last_words else gone.how
         decision = self.supervisor.exited(gone.replica, gone.code, how, time.monotonic())
         last = self.supervisor.watched[gone.replica].heard
-        detail: dict[str, Any] = {"pid": gone.pid, "code": gone.code, "lived_s": round(gone.seconds, 2)}
+        cause = self.supervisor.watched[gone.replica].cause
+        detail: dict[str, Any] = {"pid": gone.pid, "code": gone.code, "cause": cause, "lived_s": round(gone.seconds, 2)}
         detail |= {} if last is None else {"state": last.state, "progress": last.progress}
         if isinstance(decision, GiveUp):
             self._tell(gone.replica, "exit", f"{how}; the run is given up", detail)

@@ -21,6 +21,8 @@ from pathlib import Path
 TAIL_LINES = 15
 TAIL_COLUMNS = 300
 TAIL_BYTES = 32 << 10
+REASON = "slipstream: "
+"""Begins the line in which a service says why it leaves (shared/service.py)."""
 CANNOT_START = 126
 """Stands for the exit code of a process that the system would not start."""
 
@@ -63,9 +65,10 @@ class Exit:
 
     @property
     def last_words(self) -> str:
-        """The last line of its log."""
+        """What it said last of why it ended, or else the last line of its log."""
         lines = [line for line in self.tail() if line.strip()]
-        return lines[-1].removeprefix("slipstream: ") if lines else ""
+        reasons = [line.removeprefix(REASON) for line in lines if line.startswith(REASON)]
+        return (reasons or lines or [""])[-1]
 
 
 Command = Callable[[str, str], list[str]]
@@ -109,7 +112,7 @@ class LocalLauncher:
                     env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
                 )
             except OSError as error:
-                log.write(f"slipstream: the process cannot be started: {error}\n".encode())
+                log.write(f"{REASON}the process cannot be started: {error}\n".encode())
                 self.exits.put_nowait(Exit(service, replica, 0, CANNOT_START, path, 0.0))
                 return None
         child = self.children[replica] = Child(service, replica, path, process, time.monotonic())

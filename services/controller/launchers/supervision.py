@@ -4,12 +4,13 @@ In go starts, exits and heartbeats, with the caller's own steady time; out come 
 is ever restarted. Rules, held by tests/controller/test_supervision.py:
 
 - A death is answered with a restart: at once the first time, then after 1, 2, 4 ... seconds, up to `longest_s`. A replica that
-  worked for `steady_s` begins anew. One that dies again and again without coming up is reported once.
+  worked for `steady_s` begins anew. One that dies again and again without that is reported once.
 - Its own report of a failure (exit code 1) counts towards `failures`; as many of them, without getting any further in between,
   give the run up. A wrong config (2) gives it up at once: it would be as wrong the next time.
 - No broker (3) and a role that another process holds (4) are waited for, however long; said once.
-- A process that lives without a new heartbeat for `silent_s`, or does not show its first within `start_s`, is to be killed. Only
-  time in which the registry could be read counts, so neither a broker that is away nor a launcher that slept accuses anybody.
+- A process that lives without a new heartbeat for `silent_s`, or does not show its first within `start_s`, is to be killed; one
+  that was not steady in between gets twice as long each time, lest a slow machine be taken for a hang for ever. Only time in
+  which the registry could be read counts, so neither a broker that is away nor a launcher that slept accuses anybody.
   Heartbeats are compared, never dated: the clocks of other processes do not matter.
 """
 
@@ -29,7 +30,7 @@ KEEPS_PROGRESS = frozenset({"trainer"})
 MAY_LEAVE = frozenset({"reference", "reward", "rollout", "teacher"})
 """Services of which a replica may be stopped on purpose while the run goes on."""
 SAID_AFTER = 3
-"""Deaths without having come up, until it is said that the replica does not come up."""
+"""Deaths in a row, until it is said that the replica does not stay up."""
 CONFIG, BROKER, ACTIVE = 2, 3, 4
 """Exit codes of shared/service.py."""
 
@@ -118,6 +119,8 @@ class Watched:
     silent_s: float = 0.0
     heard: Heartbeat | None = None
     """The newest heartbeat of this process."""
+    hangs: int = 0
+    """Accusations since it was steady."""
     accused: str = ""
     """Why it was to be killed."""
     cause: str = ""
@@ -143,12 +146,12 @@ class Supervisor:
     def exited(self, replica: str, code: int, how: str, now: float) -> Decision:
         """Its process ended, while the run is not over. `code` below 0 is a signal."""
         one = self.watched[replica]
-        steady = one.phase == "working" and now - one.up_since >= self.rules.steady_s
+        steady = one.phase == "working" and now - one.up_since - one.silent_s >= self.rules.steady_s
         if one.died is None:
             one.died = now
         one.phase = "dead"
         if steady:
-            one.deaths = 0
+            one.deaths = one.hangs = 0
             one.told.clear()
         one.deaths += 1
         if code == 0 and one.service in MAY_LEAVE:
@@ -163,8 +166,8 @@ class Supervisor:
             return self._again(one, now, cause, self.rules.patient_s, say)
         if code > 0 and self._fails(one, steady):
             return GiveUp(f"{replica} failed {self.rules.failures} times without getting any further: {how}")
-        say = f"{replica} does not come up ({cause}); it is tried again and again, and the run waits for it"
-        say = self._once(one, "does not come up", say) if one.deaths >= SAID_AFTER else ""
+        say = f"{replica} does not stay up ({cause}); it is tried again and again, and the run waits for it"
+        say = self._once(one, "does not stay up", say) if one.deaths >= SAID_AFTER else ""
         return self._again(one, now, cause, self.rules.longest_s, say)
 
     def heard(self, beat: Heartbeat, now: float) -> Back | None:
@@ -192,7 +195,8 @@ class Supervisor:
                 continue
             one.silent_s += passed
             limit = self.rules.start_s if one.heard is None else self.rules.silent_s
-            if one.silent_s > limit:
+            if one.silent_s > limit * 2 ** min(one.hangs, 6):
+                one.hangs += 1
                 state = "never showed a heartbeat" if one.heard is None else f"last state {one.heard.state!r}"
                 one.accused = f"hung: its process lived without a heartbeat for {one.silent_s:.0f} s, {state}"
                 hung.append(Hung(replica, one.accused))

@@ -125,9 +125,30 @@ class EngineClient:
     async def healthy(self) -> bool:
         """The engine makes steps. May be False for an SGLang server that is paused."""
         try:
-            await self._request("GET", "/health", None, self.timeout_s)
+            return await self.steps(self.timeout_s)
+        except EngineDead:
+            return False
+
+    async def steps(self, timeout_s: float) -> bool:
+        """As `healthy`, with a deadline of its own; EngineDead if nothing listens."""
+        try:
+            await self._request("GET", "/health", None, timeout_s)
+        except EngineDead:
+            raise
         except EngineError:
             return False
+        return True
+
+    async def answers(self) -> bool:
+        """It says something in time, whatever that is. Raises EngineDead if nothing listens."""
+        try:
+            await self._request("GET", "/ready", None, self.timeout_s)
+        except EngineTimeout:
+            return False
+        except EngineDead:
+            raise
+        except EngineError:
+            return True  # a refusal is an answer
         return True
 
     async def model_info(self) -> dict[str, Any]:

@@ -38,6 +38,10 @@ class EngineStartError(RuntimeError):
     """The engine did not come up. The text holds its command and last lines."""
 
 
+class EngineKilled(EngineStartError):
+    """Something killed it while it started: trying again is sensible."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How an engine is started. `url` None: the child prints it on the line that matches `url_pattern`."""
@@ -188,7 +192,10 @@ class EngineProcess:
                 return
             if ended.done():
                 await asyncio.wait(self._readers, timeout=max(0.1, deadline - time.monotonic()))
-                raise EngineStartError(self._failure(f"ended with exit code {ended.result()} before it was ready"))
+                code = ended.result()
+                if code < 0:
+                    raise EngineKilled(self._failure(f"was killed by signal {-code} before it was ready"))
+                raise EngineStartError(self._failure(f"ended with exit code {code} before it was ready"))
             raise EngineStartError(self._failure(f"was not ready within {timeout_s:g} s"))
         finally:
             for task in (ready, ended):
