@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,11 @@ MISSING_AFTER_S = 3.0
 
 STORE_FAILED = 10077
 """JetStream's one code for everything that kept a message out of a stream; the text tells a limit from a broken disk."""
+
+WRONG_LAST = 10071
+"""The subject has a message already, and the publisher asked for it to be the first."""
+ONCE = {"Nats-Expected-Last-Subject-Sequence": "0"}
+"""Headers of a message that is stored only as the first of its subject, for as long as that one is kept."""
 
 UNSENT, SENT, DONE = range(3)
 
@@ -210,6 +216,10 @@ class Publisher:
         if code == STORE_FAILED and "maximum" in text:
             self.refused_full += 1
             self._hold(entry, f"the stream is full: {text}")
+        elif code == WRONG_LAST and (first := re.search(r"\d+$", text)):
+            entry.duplicate = True
+            self.duplicates += 1
+            self._accept(entry, int(first[0]))
         elif code == STORE_FAILED:
             entry.fail(StorageExhausted(redact(self.channel.url), entry.subject, text))
         elif isinstance(known := api_error(error, entry.subject, redact(self.channel.url)), StorageExhausted):

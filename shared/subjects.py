@@ -53,9 +53,9 @@ class Subjects:
     def reward_requests(self) -> str:
         return f"{self.run}.rewards.requests"
 
-    @property
-    def trajectories(self) -> str:
-        return f"{self.run}.trajectories"
+    def trajectory(self, group_id: str) -> str:
+        """One subject a group, so that the broker itself refuses a second one (`publish(..., once=True)`)."""
+        return f"{self.run}.trajectories.{group_id}"
 
     def stage(self, role: str) -> str:
         """Groups that wait for the model of `role` (shared/columns.py)."""
@@ -101,7 +101,6 @@ class Subjects:
         one_subject = {
             "prompts": self.prompts,
             "rewards": self.reward_requests,
-            "trajectories": self.trajectories,
             "teacher": self.stage("teacher"),
             "reference": self.stage("reference"),
             "advantages": self.advantages,

@@ -25,7 +25,7 @@ from shared.errors import ApiError, StreamMissing, TransportError
 from shared.jetstream import Connection
 from shared.ledger import is_eval
 from shared.log_reader import LogReader
-from shared.publisher import Entry, Publisher
+from shared.publisher import ONCE, Entry, Publisher
 from shared.pull import NOT_FOUND, Delivery, Puller
 from shared.records import BlobRef, DeadLetter, Group, Receipt
 from shared.streams import MESSAGE_LIMIT, SPECS, allocate, consumer_config, stream_config, stream_of
@@ -91,11 +91,17 @@ class TransferQueue:
     # Publishing
 
     async def publish(
-        self, subject: str, message: Message, msg_id: str | None = None, deadline_s: float = PUBLISH_DEADLINE_S
+        self,
+        subject: str,
+        message: Message,
+        msg_id: str | None = None,
+        deadline_s: float = PUBLISH_DEADLINE_S,
+        once: bool = False,
     ) -> int:
-        """Store one message and return its sequence. A message with the same `msg_id` is stored once, and the first one's
-        sequence is returned; without an id each call stores one."""
-        publisher, entry = await self._submit(subject, message, msg_id, deadline_s)
+        """Store one message and return its sequence. A message with the same `msg_id` is stored once within the duplicate
+        window, and the first one's sequence is returned; without an id each call stores one. `once`: at most one message of
+        this subject is ever stored, as long as the log keeps it, and the first one's sequence is returned."""
+        publisher, entry = await self._submit(subject, message, msg_id, deadline_s, once)
         return await publisher.wait(entry)
 
     async def submit(
@@ -123,17 +129,18 @@ class TransferQueue:
         return [result for result in results if isinstance(result, int)]
 
     async def _submit(
-        self, subject: str, message: Message, msg_id: str | None, deadline_s: float
+        self, subject: str, message: Message, msg_id: str | None, deadline_s: float, once: bool = False
     ) -> tuple[Publisher, Entry]:
         payload = message if isinstance(message, bytes) else wire.encode(message)
         stream = stream_of(self.subjects, subject)
         publisher = self._bulk if stream in BULK_STREAMS else self._control
-        headers = {"Nats-Msg-Id": msg_id or uuid.uuid4().hex}
+        headers = {"Nats-Msg-Id": msg_id or uuid.uuid4().hex} | (ONCE if once else {})
+        lane = stream if once else None  # such a subject has one message, and needs no window of its own
         if len(payload) <= MESSAGE_LIMIT:
-            return publisher, await publisher.submit(subject, payload, headers, deadline_s)
+            return publisher, await publisher.submit(subject, payload, headers, deadline_s, lane_of=lane)
         ref, stored_now = await self.blobs.put(stream, payload, deadline_s)
         headers[BLOB_HEADER] = "1"
-        entry = await publisher.submit(subject, wire.encode(ref), headers, deadline_s)
+        entry = await publisher.submit(subject, wire.encode(ref), headers, deadline_s, lane_of=lane)
         if stored_now:
             entry.future.add_done_callback(lambda _: self._drop_orphan(stream, ref, entry))
         return publisher, entry

@@ -135,7 +135,7 @@ class Reward:
         group.times["scored"] = time.time()
         await self._note_errors(group, outcomes)
         failpoints.reach("reward.scored")
-        await self.ctx.queue.publish(self.ctx.subjects.trajectories, group, msg_id=group.id)
+        await self.ctx.queue.publish(self.ctx.subjects.trajectory(group.id), group, msg_id=group.id, once=True)
         failpoints.reach("reward.stored")
         self.groups += 1
         self.samples += len(group.rewards.total)

@@ -93,7 +93,7 @@ async def train_group(ctx: Context, issue: int, step: int) -> None:
     )
     group = Group(name, "train", issue, issue, 0, "p", "a", {}, Sampling(2, 2), samples=samples, replica="rollout-0")
     await ctx.queue.publish(ctx.subjects.receipts, Receipt("issued", name, issue, issue, at=now), f"issued:{name}")
-    await ctx.queue.publish(ctx.subjects.trajectories, group, name)
+    await ctx.queue.publish(ctx.subjects.trajectory(name), group, name)
     trained = Receipt(
         "trained", name, issue, issue, step=step, sample_steps=ints([step] * 2), tokens=4, reward=0.5, at=now
     )

@@ -182,7 +182,7 @@ async def test_messages_that_nobody_can_read_go_to_the_dead_letters(bench: Calla
     publish, subject = one.ctx.queue.publish, one.ctx.subjects.reward_requests
     await publish(subject, b"not msgpack at all", msg_id="0-0")
     await publish(subject, wire.encode(fine)[:-20], msg_id="0-9")
-    await publish(one.ctx.subjects.trajectories, group(8, "a"), msg_id="0-8")
+    await publish(one.ctx.subjects.trajectory("0-8"), group(8, "a"), msg_id="0-8")
     async with serving(one.ctx):
         await one.request(aborted, fine, bare)
         assert [group.id for group in await one.trained(1)] == ["0-2"]

@@ -81,20 +81,20 @@ async def test_repeated_message_leaves_no_blob_behind(broker: EmbeddedBroker, co
 
 async def test_log_keeps_its_payloads_apart(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
     queue = await open_queue(await connect(broker.url), run_name)
-    await queue.publish(queue.subjects.trajectories, BIG, "g")
-    await queue.publish(queue.subjects.trajectories, b"small", "h")
+    await queue.publish(queue.subjects.trajectory("x"), BIG, "g")
+    await queue.publish(queue.subjects.trajectory("x"), b"small", "h")
     assert (await stored(queue, "blobs"), await stored(queue, "archive")) == (0, 3)
     assert [data async for data, _ in queue.read("trajectories")] == [BIG, b"small"]
-    assert await queue.last(queue.subjects.trajectories) == (b"small", 2)
-    await queue.publish(queue.subjects.trajectories, BIG, "i")
-    assert await queue.last(queue.subjects.trajectories) == (BIG, 3)
+    assert await queue.last(queue.subjects.trajectory("x")) == (b"small", 2)
+    await queue.publish(queue.subjects.trajectory("x"), BIG, "i")
+    assert await queue.last(queue.subjects.trajectory("x")) == (BIG, 3)
     assert await stored(queue, "archive") == 3
 
 
 async def test_log_whose_payload_aged_out_says_so(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
     queue = await open_queue(await connect(broker.url), run_name)
-    await queue.publish(queue.subjects.trajectories, BIG, "g")
-    await queue.publish(queue.subjects.trajectories, b"small", "h")
+    await queue.publish(queue.subjects.trajectory("x"), BIG, "g")
+    await queue.publish(queue.subjects.trajectory("x"), b"small", "h")
     await queue.connection.api(f"STREAM.PURGE.{queue.subjects.stream('archive')}", {})
     with pytest.raises(BlobMissing, match="part 1 of 3 is not in the blob stream"):
         _ = [data async for data, _ in queue.read("trajectories")]

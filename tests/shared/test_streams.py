@@ -53,7 +53,7 @@ def test_stream_of_every_subject() -> None:
     expected = {
         s.prompts: "prompts",
         s.reward_requests: "rewards",
-        s.trajectories: "trajectories",
+        s.trajectory("0-7.1"): "trajectories",
         s.stage("teacher"): "teacher",
         s.stage("reference"): "reference",
         s.advantages: "advantages",

@@ -76,7 +76,7 @@ class TestPublish:
             for i in range(total):
                 if i in kill_at:
                     reached[kill_at.index(i)].set()
-                yield queue.subjects.trajectories, b"%d" % i + b"." * 4000, f"{i}"
+                yield queue.subjects.trajectory("x"), b"%d" % i + b"." * 4000, f"{i}"
 
         work = asyncio.create_task(queue.publish_all(messages()))
         for event in reached:
@@ -378,6 +378,27 @@ class TestPull:
         assert await puller.next(5)
         depth = (await queue.depths())["prompts"]
         assert (depth.messages, depth.pending, depth.ack_pending) == (5, 4, 1)
+
+
+class TestOnce:
+    async def test_a_subject_takes_one_message_for_good(
+        self, broker: EmbeddedBroker, connect: Any, run_name: str
+    ) -> None:
+        """The duplicate window forgets an id after a while, and two copies of a group could get two fates."""
+        queue = await open_queue(await connect(broker.url), run_name)
+        one, two = queue.subjects.trajectory("0-1"), queue.subjects.trajectory("0-1.1")
+        assert await queue.publish(one, b"first", "a", once=True) == 1
+        assert await queue.publish(two, b"other", "b", once=True) == 2
+        assert await queue.publish(one, b"second", "another id", once=True) == 1
+        assert await queue.publish(one, b"second", "a", once=True) == 1
+        assert [data async for data, _ in queue.read("trajectories")] == [b"first", b"other"]
+
+    async def test_a_large_one_too(self, broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+        queue = await open_queue(await connect(broker.url), run_name)
+        subject = queue.subjects.trajectory("0-1")
+        assert await queue.publish(subject, b"1" * (2 << 20), "a", once=True) == 1
+        assert await queue.publish(subject, b"2" * (2 << 20), "b", once=True) == 1
+        assert [data[:1] async for data, _ in queue.read("trajectories")] == [b"1"]
 
 
 class TestDeadLetters:
