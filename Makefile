@@ -1,6 +1,7 @@
 # make install   an environment in .venv for a machine without a GPU
 # make demo      watch a tiny model learn, through the whole system
 # make test      all tests, real processes and a real broker
+# make chaos     the long run under SIGKILLs: make chaos KILLS=200 SEED=1
 # make check     style, types, links
 # make bench     each benchmark prints a ratio against a named baseline
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install demo test check bench clean
+.PHONY: install demo test chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -29,6 +30,10 @@ demo: install
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+KILLS ?= 200
+chaos: $(VENV)/.installed-dev
+	KILLS=$(KILLS) SEED=$(SEED) $(BIN)/python -m pytest -s tests/chaos/test_kills.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -197,7 +197,7 @@ def test_a_slow_machine_is_not_mistaken_for_a_hang_for_ever():
         began = world.now
         while not world.supervisor.looked(world.now):
             world.now += 1
-        return world.now - began
+        return round(world.now - began)
 
     for expected in (15, 30, 60, 120):
         assert silence() == expected

@@ -1,0 +1,176 @@
+"""The example run as real processes, and the means to harm it: which process plays which part, now."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.controller.attach import Run, attach
+from services.controller.launchers.broker import read_address
+from services.dcs import snapshots
+from shared import wire
+from shared.ledger import Ledger
+from shared.records import Receipt
+from tests.shared.runs import until
+
+EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
+ROOT = EXAMPLE.parents[2]
+DEADLINE_S = 300.0
+REPLICAS = ("trainer-0", "dcs-0", "controller-0", "reward-0", "rollout-0", "rollout-1")
+INSIDE = {"engine": "rollout-0", "scorer": "reward-0"}
+"""Processes that services start themselves, and whose child to look for."""
+
+
+class System:
+    """`slipstream up` on the example in a folder of its own. Use as an async context: nothing is left behind."""
+
+    def __init__(self, folder: Path, *sets: str) -> None:
+        self.folder, self.sets = folder, list(sets)
+        self.workdir = folder / "runs/sort-letters"
+        self.output = folder / "output.txt"
+        self.up: Process | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def __aenter__(self) -> System:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self.up is not None and self.up.returncode is None:
+            self.up.send_signal(signal.SIGKILL)
+            await self.up.wait()
+        address = read_address(self.workdir / "broker.json")
+        if address is not None and _is_broker(address.pid):
+            os.kill(address.pid, signal.SIGKILL)
+
+    async def start(self) -> None:
+        """The command, for the first time or again."""
+        sets = [part for value in self.sets for part in ("--set", value)]
+        self.up = await self.cli("up", str(EXAMPLE), *sets, "--report", str(self.folder / "report.json"))
+
+    async def cli(self, *arguments: str, stdout: int | None = None) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.controller.cli", *arguments),
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=DEVNULL,
+            stdout=self.output.open("ab") if stdout is None else stdout,
+            stderr=self.output.open("ab"),
+        )
+
+    async def ends(self, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """Wait for the end; the report."""
+        assert self.up is not None
+        async with asyncio.timeout(deadline_s):
+            code = await self.up.wait()
+        assert code == 0, f"exit code {code}\n{self.text[-6000:]}"
+        return self.report()
+
+    async def events(self, *options: str) -> list[dict[str, Any]]:
+        """What `slipstream events` lists of the run, also of a finished one."""
+        sets = [part for value in self.sets for part in ("--set", value)]
+        process = await self.cli("events", str(EXAMPLE), *sets, "--json", *options, stdout=PIPE)
+        async with asyncio.timeout(60):
+            output, _ = await process.communicate()
+        assert process.returncode == 0
+        return [json.loads(line) for line in output.splitlines()]
+
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.folder / "report.json").read_text())
+
+    @property
+    def running(self) -> bool:
+        return self.up is not None and self.up.returncode is None
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    @asynccontextmanager
+    async def attached(self) -> AsyncIterator[Run]:
+        file = self.workdir / "broker.json"
+        await until(lambda: read_address(file), "the private broker is up", DEADLINE_S)
+        address = read_address(file)
+        assert address is not None
+        async with attach(address.url, "sort-letters", create=True) as run:
+            await until(run.state, "the run is set up", DEADLINE_S)
+            yield run
+
+    async def first_weights(self, target: Path) -> Path:
+        """The weights before the first step, as a model folder for other runs: copied as soon as they are there."""
+        folder = self.workdir / "snapshots"
+        await until(lambda: snapshots.versions(folder), "the first weights are published", DEADLINE_S)
+        first = min(snapshots.versions(folder))
+        manifest = snapshots.read(folder, first)
+        assert manifest is not None
+        assert manifest.step == 0
+        shutil.copytree(snapshots.folder(folder, first), target)
+        return target
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def pid(self, part: str) -> int | None:
+        """Of a replica, `broker`, `up`, `engine` or `scorer`; None while there is no such process."""
+        if part == "up":
+            return self.up.pid if self.running and self.up is not None else None
+        if part == "broker":
+            address = read_address(self.workdir / "broker.json")
+            return address.pid if address is not None and _is_broker(address.pid) else None
+        with suppress(psutil.Error):
+            if part not in INSIDE:
+                return self._replicas().get(part)
+            parent = self._replicas().get(INSIDE[part])
+            children = psutil.Process(parent).children() if parent is not None else []
+            return children[0].pid if children else None
+        return None
+
+    def _replicas(self) -> dict[str, int]:
+        if not self.running or self.up is None:
+            return {}
+        found = {}
+        for child in psutil.Process(self.up.pid).children():
+            with suppress(psutil.Error):
+                words = child.cmdline()
+                if "--replica" in words:
+                    found[words[words.index("--replica") + 1]] = child.pid
+        return found
+
+    async def kill(self, part: str, number: signal.Signals = signal.SIGKILL) -> int | None:
+        """Signal it as soon as it is there. None: the run ended first."""
+        began = time.monotonic()
+        while self.running:
+            if (pid := self.pid(part)) is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                    return pid
+            assert time.monotonic() - began < DEADLINE_S, f"no process plays {part}"
+            await asyncio.sleep(0.02)
+        return None
+
+
+def _is_broker(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return "nats-server" in psutil.Process(pid).name()
+    return False
+
+
+async def until_trained(run: Run, groups: int, deadline_s: float = DEADLINE_S) -> None:
+    """Read receipts until so many groups are trained."""
+    ledger = Ledger()
+    async with asyncio.timeout(deadline_s):
+        async for message, _ in run.queue.read("receipts", live=True):
+            ledger.apply(wire.decode(message, Receipt))
+            if ledger.trained >= groups:
+                return
