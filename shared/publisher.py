@@ -216,7 +216,7 @@ class Publisher:
         if code == STORE_FAILED and "maximum" in text:
             self.refused_full += 1
             self._hold(entry, f"the stream is full: {text}")
-        elif code == WRONG_LAST and (first := re.search(r"\d+$", text)):
+        elif code == WRONG_LAST and ONCE.items() <= entry.headers.items() and (first := re.search(r"\d+$", text)):
             entry.duplicate = True
             self.duplicates += 1
             self._accept(entry, int(first[0]))
