@@ -2,9 +2,10 @@
 
     {"schema": "group", "version": 1, "body": {field: value, ...}}
 
-Arrays travel as raw little-endian columns, `[dtype, shape, bytes]` in msgpack's extension type 1: 34 times cheaper to
-encode than lists. A message is taken whole or refused whole: every field of the record must be there with its declared
-type, no other field may be, and an array's bytes must fill its shape exactly. What is refused says why (`WireError`).
+Arrays travel as raw little-endian columns, `[dtype, shape, bytes]` in msgpack's extension type 1 (34 times cheaper to encode
+than lists), and a column of zeros and ones as bits. A message is taken whole or refused whole: every field of the record must
+be there with its declared type, no other field may be, and an array's bytes must fill its shape exactly. What is refused says
+why (`WireError`).
 
 A record opts in with `@schema(name, version)`. `tests/shared/test_wire.py` holds the round trip and the refusals.
 """
@@ -23,7 +24,9 @@ import msgpack
 import numpy as np
 
 ARRAY_EXT = 1
-ARRAY_DTYPES = {"<i4", "<i8", "<f4", "<f8", "|u1"}
+BITS = "|b1"
+"""A column of |u1 that holds nothing but 0 and 1, eight of them a byte."""
+ARRAY_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "<f8", "|u1")}
 
 T = TypeVar("T")
 _by_name: dict[str, tuple[type, int]] = {}
@@ -107,14 +110,13 @@ def _dump(record: Any) -> dict[str, Any]:
 def _load(cls: type, body: Any, path: str) -> Any:
     if not isinstance(body, dict):
         raise WireError(f"{path}: expected a map of fields, got {type(body).__name__}")
-    fields = _fields(cls)
-    names = {field.name for field in fields}
-    if missing := names - set(body):
-        raise WireError(f"{path}: missing {', '.join(sorted(missing))}")
-    if extra := set(body) - names:
-        raise WireError(f"{path}: unknown {', '.join(sorted(map(str, extra)))}")
+    names = _names(cls)
+    if body.keys() != names:
+        if missing := names - set(body):
+            raise WireError(f"{path}: missing {', '.join(sorted(missing))}")
+        raise WireError(f"{path}: unknown {', '.join(sorted(map(str, set(body) - names)))}")
     values = {}
-    for field in fields:
+    for field in _fields(cls):
         value = body[field.name]
         if field.record is not None:
             value = _load_records(value, field.record, f"{path}.{field.name}")
@@ -142,6 +144,11 @@ def _fields(cls: type) -> tuple[Field, ...]:
         Field(field.name, hints[field.name], _matcher(hints[field.name]), _record_in(hints[field.name]))
         for field in dataclasses.fields(cls)
     )
+
+
+@cache
+def _names(cls: type) -> frozenset[str]:
+    return frozenset(field.name for field in _fields(cls))
 
 
 def _record_in(hint: Any) -> type | None:
@@ -188,10 +195,18 @@ def _pack(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.str not in ARRAY_DTYPES:
             raise WireError(f"cannot send an array of {value.dtype.str}: one of {', '.join(sorted(ARRAY_DTYPES))}")
-        return msgpack.ExtType(ARRAY_EXT, msgpack.packb([value.dtype.str, value.shape, value.tobytes()]))
+        return msgpack.ExtType(ARRAY_EXT, msgpack.packb(_column(value)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _dump(value)
     raise WireError(f"cannot send a {type(value).__name__}: use plain values, lists, maps and arrays")
+
+
+def _column(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+    if (
+        array.dtype.str == "|u1" and array.size and array.max() <= 1
+    ):  # masks are a tenth of a group's bytes, and all are 0 or 1
+        return BITS, array.shape, np.packbits(array).tobytes()
+    return array.dtype.str, array.shape, array.tobytes()
 
 
 def _unpack_array(code: int, data: bytes) -> np.ndarray:
@@ -201,10 +216,15 @@ def _unpack_array(code: int, data: bytes) -> np.ndarray:
         dtype, shape, raw = msgpack.unpackb(data, raw=False)
     except (TypeError, ValueError, msgpack.UnpackException) as error:
         raise WireError(f"malformed array: {error}") from error
-    if not isinstance(dtype, str) or dtype not in ARRAY_DTYPES:
+    if dtype != BITS and (not isinstance(dtype, str) or dtype not in ARRAY_DTYPES):
         raise WireError(f"array of {dtype!r}: one of {', '.join(sorted(ARRAY_DTYPES))}")
     if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise WireError(f"array with the shape {shape!r}")
-    if not isinstance(raw, bytes) or len(raw) != math.prod(shape) * np.dtype(dtype).itemsize:
-        raise WireError(f"array of {shape} {dtype} with {len(raw)} bytes")
-    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+    count = math.prod(shape)
+    size = (count + 7) // 8 if dtype == BITS else count * ARRAY_DTYPES[dtype].itemsize
+    if not isinstance(raw, bytes) or len(raw) != size:
+        found = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
+        raise WireError(f"array of {shape} {dtype} with {found}")
+    flat = np.frombuffer(raw, ARRAY_DTYPES["|u1" if dtype == BITS else dtype])
+    array = np.unpackbits(flat, count=count) if dtype == BITS else flat
+    return array if len(shape) == 1 else array.reshape(shape)

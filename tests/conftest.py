@@ -11,18 +11,21 @@ import pytest
 from shared.broker import EmbeddedBroker
 from shared.jetstream import Connection
 
+ROOMY = {"jetstream": {"max_file_store": 1 << 42}}
+"""Streams reserve what they may grow to, and many runs of tests share a broker."""
+
 
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]:
     """One broker for the whole session. Nobody kills it; a run name of its own keeps each test apart."""
-    with EmbeddedBroker(tmp_path_factory.mktemp("broker")) as running:
+    with EmbeddedBroker(tmp_path_factory.mktemp("broker"), options=ROOMY) as running:
         yield running
 
 
 @pytest.fixture
 def own_broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
     """A broker of this test alone, which may be killed and restarted."""
-    with EmbeddedBroker(tmp_path / "broker") as running:
+    with EmbeddedBroker(tmp_path / "broker", options=ROOMY) as running:
         yield running
 
 
