@@ -55,7 +55,11 @@ async def test_a_teacher_and_a_reference_are_killed_and_no_group_is_lost(example
 
 async def test_ppo_goes_on_with_its_critic_after_the_trainer_was_killed(example: Example) -> None:  # noqa: F811
     up = await example.up(
-        *SHORT, "steps=12", "algorithm={name: ppo}", "critic={optimizer: {lr: 2.0e-3}, warmup_steps: 2}"
+        *SHORT,
+        "trainer.warm_start.steps=120",
+        "steps=12",
+        "algorithm={name: ppo}",
+        "critic={optimizer: {lr: 2.0e-3}, warmup_steps: 2}",
     )
     async with example.attached() as run:
         await until_trained(run, 6 * GROUPS)
