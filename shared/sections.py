@@ -81,6 +81,8 @@ class RewardConfig(Section):
     """Scoring processes of a reward replica."""
     timeout_s: float = Field(10.0, gt=0)
     """A call that takes longer is killed with its process; the sample counts as unscorable."""
+    memory_mb: int = Field(4096, ge=64)
+    """A scoring process that holds more, by a leak or in a call, is replaced; what did it alone counts as unscorable."""
     on_error: Literal["zero", "unscorable"] = "unscorable"
     """What a reward function that raises, returns NaN or runs out of time gives: reward 0, or no advantage for that sample."""
     filters: list[Literal["zero_variance", "truncated", "unscorable"]] = Field(["unscorable"])
@@ -164,7 +166,7 @@ class TrainerConfig(Section):
 
 class ReferenceConfig(Section):
     path: str | None = None
-    """Hugging Face folder; None: the policy's initial weights. May hold `{seed}`."""
+    """Hugging Face folder; None: the policy as it was before the first update. May hold `{seed}`."""
     place: Literal["service", "trainer"] = "service"
     """A process of its own, or inside the trainer's (hybrid: no message more, but the trainer waits for it)."""
     refresh_every: int = Field(0, ge=0)
@@ -182,7 +184,7 @@ class TeacherConfig(Section):
 
 class CriticConfig(Section):
     path: str | None = None
-    """Hugging Face folder; None: the policy's initial weights. Its output layer gives one value."""
+    """Hugging Face folder of the policy's architecture; None: the policy as it was before the first update."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     """Of the critic."""
     warmup_steps: int = Field(0, ge=0)

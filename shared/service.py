@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from shared import config as run_config
 from shared.config import ConfigError, RunConfig
+from shared.deliveries import Deliveries
 from shared.errors import AlreadyActive, BrokerUnavailable, BucketMissing, LeaseLost, NotJetStream, TransportError
 from shared.jetstream import Connection
 from shared.kv import KV
@@ -73,6 +74,7 @@ class Context:
         self.connection, self.queue, self.kv, self.registry = connection, queue, kv, registry
         self.metrics = Metrics(queue, self.subjects, service, replica)
         self.events = Events(queue, self.subjects, service, replica)
+        self.deliveries = queue.observer = Deliveries(self.events)
         self.stopping = asyncio.Event()
         self.started = time.time()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{service}-compute")
@@ -222,10 +224,11 @@ async def _work(context: Context, main: Callable[[Context], Awaitable[None]]) ->
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, context.stopping.set)
-    watcher = asyncio.create_task(_watch_state(context))
+    watchers = [asyncio.create_task(_watch_state(context)), asyncio.create_task(context.deliveries.tell())]
     try:
         await context.beat("starting")
         await main(context)
+        await context.deliveries.flush()
         context.metrics.emit()
         await context.registry.leave(context.service, context.replica)
         return 0
@@ -235,7 +238,8 @@ async def _work(context: Context, main: Callable[[Context], Awaitable[None]]) ->
         await asyncio.wait_for(context.events.publish("failed", f"{type(error).__name__}: {error}"), CONNECT_DEADLINE_S)
         raise
     finally:
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
         context.close()
 
 

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from shared import wire
 from shared.blobs import Blobs
@@ -60,6 +60,14 @@ class StreamDepth:
     ack_pending: int
 
 
+class Observer(Protocol):
+    """Who wants to hear of messages that came again, and of those that were buried (shared/deliveries.py)."""
+
+    def came_again(self, stage: str, group_id: str, delivered: int) -> None: ...
+
+    async def buried(self, stage: str, group_id: str, delivered: int, why: str) -> None: ...
+
+
 class TransferQueue:
     """One run's streams, over one connection."""
 
@@ -70,6 +78,8 @@ class TransferQueue:
         self._tasks: set[asyncio.Task[None]] = set()
         self.blobs = Blobs(connection, self._bulk, subjects)
         self.emit_dropped = self.dead_lettered = self.blob_failures = 0
+        self.observer: Observer | None = None
+        """Hears of what had to be done twice."""
 
     async def ensure_streams(self, config: RunConfig) -> None:
         """Create the run's streams, or bring their limits up to `config`. Any number of services may call it at once."""
@@ -238,6 +248,8 @@ class TransferQueue:
 
     def _receive(self, delivery: Delivery, stream: str, most: int | None, stage: str) -> Awaitable[bool] | None:
         """What a message needs before it may be handed out: None, or work that says whether to."""
+        if delivery.delivered > 1 and self.observer is not None:
+            self.observer.came_again(stage, delivery.msg_id, delivery.delivered)
         if BLOB_HEADER in delivery.headers:
             return self._fetch(delivery, stream, most, stage)
         if most is not None and delivery.delivered > most:
@@ -272,6 +284,8 @@ class TransferQueue:
             await self.publish(self.subjects.dead(stage), letter, f"{stage}:{delivery.seq}:{group_id}")
             receipt = _dropped(group_id, payload, stage, reason, now)
             await self.publish(self.subjects.receipts, receipt, f"dead:{stage}:{group_id}")
+            if self.observer is not None:
+                await self.observer.buried(stage, group_id, delivery.delivered, reason)
             await delivery.ack()
             self.dead_lettered += 1
             log.error("%s: %s went to the dead letters: %s", stage, group_id, reason)

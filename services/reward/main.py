@@ -118,7 +118,7 @@ class Reward:
         if self.ctx.stopping.is_set():
             for puller in pullers:  # what is given back from here on must not come back to this replica
                 await puller.set_prefetch(0)
-            await asyncio.wait(running, timeout=self.config.drain_timeout_s)
+            await self.ctx.vouch(asyncio.wait(running, timeout=self.config.drain_timeout_s))
         for task in running:
             if task.done():
                 task.result()
@@ -161,7 +161,9 @@ class Reward:
         self.passed += 1
 
     async def _note_errors(self, group: Group, outcomes: list[list[Outcome]]) -> None:
-        """Count them, and tell of the 1st, 10th, 100th ... of a kind what it was."""
+        """Count them, and tell of the 1st, 10th, 100th ... of a kind what it was; of processes each."""
+        while self.pool.replaced:
+            await self.ctx.events.publish("scorer_replaced", self.pool.replaced.popleft())
         for kind, count in kinds(outcomes).items():
             before, self.errors[kind] = self.errors[kind], self.errors[kind] + count
             if len(str(before)) < len(str(self.errors[kind])) or before == 0:

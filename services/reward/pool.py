@@ -1,9 +1,10 @@
-"""A pool of scoring processes with hard deadlines.
+"""A pool of scoring processes with hard deadlines and a limit to their memory.
 
 Guarantees: one call at a time in a process; a call that exceeds its time is ended by SIGKILL of its process and costs only its
-own sample; whatever happens, the pool has as many processes as it was asked for; a process that died without having been too
-slow is replaced and its sample tried once more, then given up with kind `died`; no process outlives this one.
-`tests/reward/test_pool.py` hangs, kills and crashes them.
+own sample; a process that holds too much memory is replaced, between two calls or, if one call takes it all, in that call;
+whatever happens, the pool has as many processes as it was asked for; a process that died without having been too slow is
+replaced and its sample tried once more, then given up with kind `died`; no process outlives this one.
+`tests/reward/test_pool.py` hangs, kills, crashes and bloats them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import struct
 import sys
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ from shared.config import RunConfig
 
 log = logging.getLogger(__name__)
 
+PAGE = os.sysconf("SC_PAGE_SIZE")
 LENGTH = struct.Struct("<I")
 START_S = 120.0
 """For importing the functions: some bring a whole computer algebra system."""
@@ -34,10 +37,21 @@ GRACE_S = 0.5
 """On top of the time of a call, for the way there and back."""
 TRIES = 2
 """Of a sample whose process dies."""
+START_TRIES = 5
+"""Of a process that something kills while it starts."""
+WEIGH_S = 1.0
+"""Between two looks at the memory."""
+FULL_SHARE = 0.9
+"""Of the limit: a process that holds more is replaced after its request, before a call runs into the limit."""
 
 
 class Died(RuntimeError):
     """The process is gone, without having been too slow."""
+
+    def __init__(self, how: str, killed: bool) -> None:
+        super().__init__(how)
+        self.killed = killed
+        """By a signal, not by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +69,14 @@ class Worker:
     process: asyncio.subprocess.Process
     needs: list[list[str]] = field(default_factory=list)
     is_async: list[bool] = field(default_factory=list)
+    held_mb: int = 0
+    """Its memory when it was last weighed."""
+    guilt: str = ""
+    """Why the pool killed it, or is about to replace it."""
 
     @classmethod
     async def start(cls, hello: dict[str, Any]) -> Worker:
-        """Raises FunctionError if a function cannot be used."""
+        """Raises FunctionError if a function cannot be used, Died if something killed it meanwhile."""
         root = str(Path(services.__path__[0]).parent)
         search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         worker = cls(
@@ -85,6 +103,8 @@ class Worker:
         except TimeoutError as error:
             raise FunctionError(f"reward.functions: importing them took longer than {START_S:.0f} s") from error
         except Died as error:
+            if error.killed:
+                raise
             raise FunctionError(f"reward.functions: importing them ended the process: {error}") from error
         if "failed" in answer:
             raise FunctionError(answer["failed"])
@@ -115,7 +135,7 @@ class Worker:
             self.process.stdin.write(LENGTH.pack(len(payload)) + payload)
             await self.process.stdin.drain()
         except (ConnectionError, RuntimeError) as error:
-            raise Died(await self._how()) from error
+            raise await self.death() from error
 
     async def _receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -123,11 +143,12 @@ class Worker:
             head = await self.process.stdout.readexactly(LENGTH.size)
             return msgpack.unpackb(await self.process.stdout.readexactly(LENGTH.unpack(head)[0]))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise Died(await self._how()) from error
+            raise await self.death() from error
 
-    async def _how(self) -> str:
+    async def death(self) -> Died:
         code = await self.process.wait()
-        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return Died(self.guilt or how, code < 0)
 
 
 @dataclass(slots=True)
@@ -142,6 +163,9 @@ class Pool:
 
     def __init__(self, config: RunConfig, size: int | None = None) -> None:
         self.timeout_s, self.size = config.reward.timeout_s, size or config.reward.workers
+        self.memory_mb = config.reward.memory_mb
+        self.replaced: deque[str] = deque()
+        """What became of processes, and why; whoever tells of it takes it out."""
         self.functions = len(config.reward.functions)
         self.kills = self.deaths = 0
         self._hello = {
@@ -153,10 +177,11 @@ class Pool:
         }
         self._idle: asyncio.Queue[Slot] = asyncio.Queue()
         self._slots: list[Slot] = []
+        self._weighing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Pool:
         """Raises FunctionError if a function cannot be used."""
-        starting = [Worker.start(self._hello) for _ in range(self.size)]
+        starting = [self._start() for _ in range(self.size)]
         started = await asyncio.gather(*starting, return_exceptions=True)
         self._slots = [Slot(worker) for worker in started if isinstance(worker, Worker)]
         if failed := [error for error in started if isinstance(error, BaseException)]:
@@ -164,9 +189,13 @@ class Pool:
             raise failed[0]
         for slot in self._slots:
             self._idle.put_nowait(slot)
+        self._weighing = asyncio.create_task(self._weigh())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        if self._weighing is not None:
+            self._weighing.cancel()
+            await asyncio.gather(self._weighing, return_exceptions=True)
         await asyncio.gather(*(slot.worker.kill() for slot in self._slots))
 
     @property
@@ -207,6 +236,7 @@ class Pool:
             except TimeoutError:
                 self.kills += 1
                 outcome, limit = timed_out(self.timeout_s), 1
+                slot.worker.guilt = outcome.error
             except Died as error:
                 self.deaths += 1
                 outcome, limit = Outcome(None, "died", f"ended its process: {error}"), TRIES
@@ -235,6 +265,46 @@ class Pool:
         }
 
     async def _revive(self, slot: Slot) -> None:
-        if not slot.worker.alive:
-            dead, slot.worker = slot.worker, await Worker.start(self._hello)
-            log.info("scoring process %d was replaced by %d", dead.process.pid, slot.worker.process.pid)
+        """A living process in the slot, with room to work."""
+        dead = slot.worker
+        if dead.alive:
+            if dead.held_mb <= FULL_SHARE * self.memory_mb:
+                return
+            dead.guilt = self._too_much(dead)
+            await dead.kill()
+        why = await dead.death()
+        slot.worker = await self._start()
+        self.replaced.append(f"scoring process {dead.process.pid} was replaced by {slot.worker.process.pid}: {why}")
+
+    async def _start(self) -> Worker:
+        """Raises FunctionError if a function cannot be used."""
+        for _ in range(START_TRIES):
+            try:
+                return await Worker.start(self._hello)
+            except Died as error:
+                how = str(error)
+                log.warning("a scoring process was %s while it started", how)
+        raise FunctionError(f"reward.functions: importing them ended the process {START_TRIES} times: {how}")
+
+    async def _weigh(self) -> None:
+        """For ever: see what the processes hold, and kill one that takes too much in the middle of a call."""
+        while True:
+            await asyncio.sleep(WEIGH_S)
+            for worker in [slot.worker for slot in self._slots if slot.worker.alive]:
+                worker.held_mb = memory(worker.process.pid) >> 20
+                if worker.held_mb > self.memory_mb:
+                    worker.guilt = self._too_much(worker)
+                    worker.process.kill()
+
+    def _too_much(self, worker: Worker) -> str:
+        return f"it held {worker.held_mb} MB, reward.memory_mb is {self.memory_mb}"
+
+
+def memory(pid: int) -> int:
+    """Bytes that a process and its children hold; 0 if it is gone."""
+    try:
+        held = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (OSError, IndexError):
+        return 0
+    return held + sum(memory(int(child)) for child in children)

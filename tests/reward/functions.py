@@ -87,3 +87,15 @@ def wants_more(completion: str, tools: list[str]) -> float:
 
 def by_options(completion: str, options: dict[str, Any]) -> float:
     return float(options["bonus"])
+
+
+LEAK: list[np.ndarray] = []
+
+
+def leaks(completion: str, mb: int) -> float:
+    """Every call keeps some memory; `bloat` does not stop."""
+    LEAK.append(np.ones(mb << 17))
+    while completion == "bloat":
+        LEAK.append(np.ones(16 << 17))
+        time.sleep(0.02)
+    return 1.0

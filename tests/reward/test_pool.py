@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.reward.pool import Job, Pool
+from services.reward.pool import Died, Job, Pool, Worker
 from services.reward.scoring import FunctionError, Outcome
 from shared.config import RunConfig, parse
 
@@ -152,3 +152,50 @@ async def test_groups_are_spread_over_the_processes() -> None:
     async with Pool(run_config("pid", workers=3)) as pool:
         found = await asyncio.gather(*(pool.score(job("x")) for _ in range(12)))
         assert {one[0][0].score for one in found} == set(map(float, pool.pids))
+
+
+async def test_a_process_that_leaks_is_replaced_between_requests_and_costs_nothing(monkeypatch) -> None:
+    monkeypatch.setattr("services.reward.pool.WEIGH_S", 0.01)
+    config = run_config("leaks", timeout_s=20.0, mb=20)
+    config.reward.memory_mb = 256
+    async with Pool(config) as pool:
+        pids = set(pool.pids)
+        for _ in range(14):
+            found = await pool.score(job("a"))
+            assert scores(found[0]) == [1.0]
+            await asyncio.sleep(0.05)  # it is weighed
+            pids |= set(pool.pids)
+        assert len(pids) >= 2
+        assert pool.deaths == pool.kills == 0
+        assert "MB, reward.memory_mb is 256" in pool.replaced[0]
+
+
+async def test_a_call_that_takes_all_memory_costs_its_own_sample(monkeypatch) -> None:
+    monkeypatch.setattr("services.reward.pool.WEIGH_S", 0.05)
+    config = run_config("leaks", timeout_s=20.0, mb=1)
+    config.reward.memory_mb = 256
+    async with Pool(config) as pool:
+        found = await pool.score(job("a", "bloat", "b"))
+        assert scores(found[0]) == [1.0, "died", 1.0]
+        assert "MB, reward.memory_mb is 256" in found[0][1].error
+        assert len(pool.pids) == 1
+
+
+async def test_a_process_killed_while_it_starts_is_started_again(monkeypatch) -> None:
+    started = Worker.start
+    kills = 2
+
+    async def start(hello: dict[str, Any]) -> Worker:
+        nonlocal kills
+        if kills:
+            kills -= 1
+            raise Died("killed by signal 9", True)
+        return await started(hello)
+
+    monkeypatch.setattr(Worker, "start", start)
+    async with Pool(run_config("right")) as pool:
+        assert scores((await pool.score(job("a")))[0]) == [1]
+    kills = 99
+    with pytest.raises(FunctionError, match="killed by signal 9"):
+        async with Pool(run_config("right")):
+            pass

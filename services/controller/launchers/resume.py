@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "reward.replicas",
     "reward.workers",
     "reward.timeout_s",
+    "reward.memory_mb",
     "reward.max_deliveries",
     "rollout.replicas",
     "rollout.max_running_groups",
