@@ -277,6 +277,7 @@ class Puller:
         acked: Callable[[Delivery], Awaitable[None]] | None = None,
     ) -> None:
         self.connection, self.stream, self.consumer = connection, stream, consumer
+        self._channel = connection.bulk  # acks too: their answers come with the next messages, which saves waking up for them
         self.prefetch = prefetch
         self._ack_wait_s = ack_wait_s
         self._workqueue = workqueue
@@ -385,7 +386,7 @@ class Puller:
                 if delivery._epoch != self.epoch and await self._forgotten(delivery, left):
                     break
                 # An ack of a redelivered message must carry the newest reply subject, so it is read anew on each try.
-                await self.connection.control.request(delivery._reply, b"+ACK", min(left, ACK_ATTEMPT_S), once=True)
+                await self._channel.request(delivery._reply, b"+ACK", min(left, ACK_ATTEMPT_S), once=True)
                 break
             except RequestTimeout as error:
                 seen = str(error)

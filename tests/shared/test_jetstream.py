@@ -123,7 +123,7 @@ async def test_denied_ack_names_the_subject(guarded: EmbeddedBroker, connect: An
     delivery = await puller.next(5)
     assert delivery is not None
     worker = await connect(as_user(guarded, "worker:pw"))
-    puller.connection = worker
+    puller.connection, puller._channel = worker, worker.bulk
     with pytest.raises(AccessDenied, match=r"refuses publish on '\$js.ack"):
         await delivery.ack()
 
