@@ -100,4 +100,5 @@ def main(folder: str, seed: int, steps: int, groups: int, samples: int, lr: floa
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(value) for value in sys.argv[2:6]), lr=float(sys.argv[6]))
+    seed, steps, groups, samples = (int(value) for value in sys.argv[2:6])
+    main(sys.argv[1], seed, steps, groups, samples, float(sys.argv[6]))
