@@ -1,7 +1,7 @@
 """Reads a Hugging Face model folder: which architecture it holds and whether this trainer can train it.
 
 Torch-free, so that a run file can be validated on any machine. Every refusal is a `ModelFolderError` that names the folder,
-what is wrong and what to do. A family is added by one entry in `FAMILIES` and one weight map in `megatron/weights.py`.
+what is wrong and what to do. What each family makes of config.json is in families/.
 
 Enforced by tests/trainer/test_model_folder.py.
 """
@@ -9,10 +9,13 @@ Enforced by tests/trainer/test_model_folder.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from services.trainer.families import FAMILIES
+from services.trainer.families.architecture import Architecture, Experts, Fields, ModelFolderError
+
+__all__ = ["COPIED_FILES", "Architecture", "Experts", "ModelFolderError", "check_same_vocabulary", "read_architecture"]
 
 COPIED_FILES = (
     "config.json",
@@ -27,29 +30,6 @@ COPIED_FILES = (
 """What makes a folder complete beside its weights: glob patterns."""
 
 
-class ModelFolderError(ValueError):
-    """The folder cannot be trained from. The text says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The numbers of config.json that shape a dense decoder."""
-
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    max_positions: int
-    norm_eps: float
-    rope_theta: float
-    tied: bool
-    """Output layer shares the embedding's weight."""
-
-
 def read_architecture(folder: str | Path) -> Architecture:
     """The architecture of a model folder, or ModelFolderError."""
     folder = Path(folder)
@@ -60,12 +40,7 @@ def read_architecture(folder: str | Path) -> Architecture:
             f"{folder}/config.json: model_type is {family!r}, which this trainer does not know; "
             f"known families: {', '.join(sorted(FAMILIES))}"
         )
-    try:
-        return FAMILIES[family](folder, config)
-    except KeyError as error:
-        raise ModelFolderError(
-            f"{folder}/config.json: field {error.args[0]!r} is missing; is the file complete?"
-        ) from error
+    return FAMILIES[family].read(Fields(folder, config))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -118,38 +93,3 @@ def _vocabulary(folder: Path) -> dict[str, int]:
         return {**vocabulary, **{entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelFolderError(f"{path}: cannot be read as a tokenizer ({error!r})") from error
-
-
-def _qwen3(folder: Path, config: dict[str, Any]) -> Architecture:
-    _require(folder, config, "hidden_act", "silu")
-    _require(folder, config, "attention_bias", False)
-    _require(folder, config, "use_sliding_window", False)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ModelFolderError(f"{folder}/config.json: rope type {kind!r} is not supported; only 'default' is")
-    heads = int(config["num_attention_heads"])
-    return Architecture(
-        family="qwen3",
-        layers=int(config["num_hidden_layers"]),
-        hidden=int(config["hidden_size"]),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        ffn=int(config["intermediate_size"]),
-        vocab=int(config["vocab_size"]),
-        max_positions=int(config.get("max_position_embeddings", 32768)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
-
-
-def _require(folder: Path, config: dict[str, Any], field: str, value: Any) -> None:
-    found = config.get(field, value)
-    if found != value:
-        raise ModelFolderError(f"{folder}/config.json: {field} is {found!r}; this trainer supports {value!r} only")
-
-
-FAMILIES: dict[str, Callable[[Path, dict[str, Any]], Architecture]] = {"qwen3": _qwen3}
-"""model_type of config.json -> reader of its shape."""

@@ -67,8 +67,51 @@ def test_config_that_is_no_object(tmp_path: Path, text: str) -> None:
 
 
 def test_other_family_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match=r"model_type is 'llama'.*known families: qwen3"):
-        read_architecture(write(tmp_path, model_type="llama"))
+    with pytest.raises(
+        ModelFolderError, match=r"model_type is 'gemma3'.*known families: llama, qwen2, qwen3, qwen3_moe"
+    ):
+        read_architecture(write(tmp_path, model_type="gemma3"))
+
+
+def test_experts_and_which_layers_have_them(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path,
+        model_type="qwen3_moe",
+        num_hidden_layers=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    )
+    experts = read_architecture(folder).experts
+    assert experts is not None
+    assert (experts.count, experts.top_k, experts.ffn, experts.normalised) == (128, 8, 768, True)
+    assert experts.layers == (False, True, False, False)
+
+
+def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
+    found = {family: read_architecture(write(tmp_path, model_type=family)) for family in ("llama", "qwen2", "qwen3")}
+    assert {family: (a.qkv_bias, a.qk_norm) for family, a in found.items()} == {
+        "llama": (False, False),
+        "qwen2": (True, False),
+        "qwen3": (False, True),
+    }
+
+
+def test_llama_3_stretches_its_rotary_positions(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert read_architecture(write(tmp_path, model_type="llama", rope_parameters=rope)).rope_factor == 32.0
+    with pytest.raises(ModelFolderError, match=r"rope high_freq_factor is 8; Megatron supports 4\.0 only"):
+        read_architecture(write(tmp_path, model_type="llama", rope_parameters={**rope, "high_freq_factor": 8}))
 
 
 def test_missing_field_is_named(tmp_path: Path) -> None:
