@@ -99,8 +99,8 @@ class Packer:
         """Samples not yet given out."""
         return len(self._open)
 
-    def add(self, *samples: TrainSample) -> list[PackedBatch]:
-        """Take a sample, or several that must stay together (a preference pair); the micro-batches that are full now."""
+    def check(self, *samples: TrainSample) -> int:
+        """Tokens of samples that must stay together, or SampleTooLong."""
         length = sum(len(sample.ids) for sample in samples)
         if length > self.token_budget:
             what = "a sequence" if len(samples) == 1 else f"{len(samples)} sequences that belong together"
@@ -108,6 +108,11 @@ class Packer:
                 f"group {samples[0].group_id}: {what} of {length} tokens exceeds trainer.micro_batch_tokens "
                 f"({self.token_budget}); raise it, or lower sampling.max_new_tokens or max_prompt_tokens"
             )
+        return length
+
+    def add(self, *samples: TrainSample) -> list[PackedBatch]:
+        """Take a sample, or several that must stay together (a preference pair); the micro-batches that are full now."""
+        length = self.check(*samples)
         full = self.flush() if self._tokens + length > self.token_budget else []
         self._open.extend(samples)
         self._tokens += length

@@ -101,9 +101,13 @@ class TensorWriter:
         self._file = path.open("wb")
         self._put(len(text).to_bytes(8, "little") + text)
 
-    def write(self, tensor: torch.Tensor) -> None:
-        """The next tensor; it must match its spec."""
+    def write(self, tensor: torch.Tensor, name: str | None = None) -> None:
+        """The next tensor; it must match its spec, and so must its name if it is given."""
+        if self._next == len(self._specs):
+            raise ValueError(f"{self.path}: more tensors came than were announced")
         spec = self._specs[self._next]
+        if name not in (None, spec.name):
+            raise ValueError(f"{self.path}: announced {spec.name}, got {name}")
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise ValueError(
                 f"{spec.name}: announced {spec.dtype} {spec.shape}, got {tensor.dtype} {tuple(tensor.shape)}"

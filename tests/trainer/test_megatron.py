@@ -17,20 +17,7 @@ from services.trainer.algorithms.reductions import Tokens
 from services.trainer.algorithms.sft import sft
 from services.trainer.batches import TrainSample, pack
 from tests.trainer.conftest import samples
-
-
-def gradients(policy: Any) -> dict[str, torch.Tensor]:
-    """The summed gradients under their Hugging Face names."""
-    from services.trainer.megatron.weights import split, weight_map
-
-    parameters = dict(policy.model.named_parameters())
-    return {
-        name: part.clone()
-        for entry in weight_map(policy.architecture)
-        for name, part in zip(
-            entry.hf, split(entry, parameters[entry.megatron].main_grad, policy.architecture), strict=True
-        )
-    }
+from tests.trainer.policies import gradients, restore, state
 
 
 def hf_logprobs(model: Any, sample: TrainSample, temperature: float = 1.0) -> torch.Tensor:
@@ -98,21 +85,6 @@ def test_temperature_divides_the_logits(make_policy: Callable[..., Any], tied_fo
     torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=5e-6)
 
 
-def test_scoring_in_chunks_gives_the_same() -> None:
-    from services.trainer.megatron.model import score_tokens
-
-    weight = torch.randn(50, 16, requires_grad=True)
-    hidden = torch.randn(23, 1, 16, requires_grad=True)
-    targets = torch.randint(0, 50, (23,))
-
-    def run(rows: int) -> tuple[torch.Tensor, ...]:
-        logprobs, entropy = score_tokens(hidden, lambda x: (x @ weight.t(), None), targets, 0.7, rows)
-        return (logprobs, entropy, *torch.autograd.grad(logprobs.sum(), (hidden, weight)))
-
-    for whole, chunked in zip(run(100), run(3), strict=True):
-        torch.testing.assert_close(whole, chunked)
-
-
 def test_recomputing_activations_changes_no_gradient(make_policy: Callable[..., Any]) -> None:
     (batch,) = pack(samples(8), 1000)
     found = []
@@ -124,7 +96,7 @@ def test_recomputing_activations_changes_no_gradient(make_policy: Callable[..., 
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_bfloat16_trains_with_float32_copies(make_policy: Callable[..., Any]) -> None:
+def test_bfloat16_trains_with_float32_copies(make_policy: Callable[..., Any], tmp_path: Path) -> None:
     policy = make_policy(dtype="bfloat16")
     (batch,) = pack(samples(8), 1000)
     losses = []
@@ -133,11 +105,11 @@ def test_bfloat16_trains_with_float32_copies(make_policy: Callable[..., Any]) ->
         losses.append(sums["loss"] / sums["denominator"])
         policy.update(sums["denominator"], 1e-2)
     assert losses[-1] < 0.7 * losses[0]
-    state = policy.state_dict()
-    assert state["optimizer.decoder.final_layernorm.weight.master"].dtype is torch.float32
+    saved = state(policy)
+    assert saved["master/model.norm.weight"].dtype is torch.float32
 
     other = make_policy(dtype="bfloat16", seed=1)
-    other.load_state_dict(state)
+    restore(other, saved, tmp_path)
     for each in (policy, other):
         each.update(each.forward_backward(batch, sft)["denominator"], 1e-2)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.hf_tensors(), other.hf_tensors(), strict=True))
@@ -165,7 +137,7 @@ def test_a_loss_sees_every_column(make_policy: Callable[..., Any]) -> None:
     ("options", "text"),
     [
         ({"num_layers": 3}, r"trainer\.megatron\.num_layers: is decided by the model folder's config\.json; remove it"),
-        ({"tensor_model_parallel_size": 2}, "needs several trainer ranks"),
+        ({"overlap_grad_reduce": True}, "reduced once an update"),
         ({"calculate_per_token_loss": False}, "is always on"),
         ({"bf16": True}, r"set by model\.dtype"),
         ({"recompute_granularty": "full"}, "did you mean 'recompute_granularity'"),
@@ -175,7 +147,7 @@ def test_a_loss_sees_every_column(make_policy: Callable[..., Any]) -> None:
 def test_native_options_that_cannot_be_used_are_explained(
     make_policy: Callable[..., Any], options: dict[str, Any], text: str
 ) -> None:
-    from services.trainer.megatron.model import NativeOptionError
+    from services.trainer.megatron.options import NativeOptionError
 
     with pytest.raises(NativeOptionError, match=text):
         make_policy(megatron=options)
@@ -183,14 +155,14 @@ def test_native_options_that_cannot_be_used_are_explained(
 
 def test_native_options_reach_megatron(make_policy: Callable[..., Any]) -> None:
     policy = make_policy(megatron={"attention_softmax_in_fp32": False, "check_for_nan_in_grad": True})
-    assert policy.model.config.attention_softmax_in_fp32 is False
-    assert policy._ddp.ddp_config.check_for_nan_in_grad is True
+    assert policy.chunks[0].config.attention_softmax_in_fp32 is False
+    assert policy._models[0].ddp_config.check_for_nan_in_grad is True
 
 
 def test_compatibility_parts_can_be_chosen_and_are_checked() -> None:
     from services.trainer.megatron.compat import CompatError, install
 
-    with pytest.raises(CompatError, match=r"unknown part 'jot'; known are jit, device, literal, rng"):
+    with pytest.raises(CompatError, match=r"unknown part 'jot'; known are jit, device, literal, rng, experts, uneven"):
         install("jot")
 
 

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithms import policy_loss
 from services.trainer.algorithms.reductions import merge
 from services.trainer.algorithms.sft import sft
 from services.trainer.batches import PackedBatch, TrainSample, pack
-from shared.algorithms import GrpoConfig
 from shared.sections import OptimizerConfig
 from tests.trainer.conftest import samples
-from tests.trainer.test_megatron import gradients
-
-grpo = policy_loss(GrpoConfig())
-
-
-def train(policy: Any, steps: range, budget: int = 1000, loss: Any = grpo) -> list[float]:
-    """Some updates on batches that depend on the step only."""
-    norms = []
-    for step in steps:
-        sums = merge(policy.forward_backward(batch, loss) for batch in pack(samples(12, seed=step), budget))
-        norms.append(policy.update(sums["denominator"], 1e-2)["grad_norm"])
-    return norms
-
-
-def weights(policy: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.hf_tensors()}
-
-
-def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+from tests.trainer.policies import equal, gradients, grpo, restore, state, train, weights
 
 
 def with_advantage(sample: TrainSample, advantage: float) -> TrainSample:
@@ -61,7 +41,7 @@ def test_an_update_is_what_torch_does_with_the_mean_loss(make_policy: Callable[.
     """Normalisation, clipping, weight decay and AdamW against torch's own on the same gradients."""
     options = OptimizerConfig(betas=(0.8, 0.97), eps=1e-7, weight_decay=0.3, clip_grad=0.5)
     policy = make_policy(optimizer=options)
-    theirs = {name: tensor.detach().clone().requires_grad_() for name, tensor in policy.model.named_parameters()}
+    theirs = {name: tensor.detach().clone().requires_grad_() for name, tensor in policy.chunks[0].named_parameters()}
     matrices = [tensor for tensor in theirs.values() if tensor.dim() > 1]
     vectors = [tensor for tensor in theirs.values() if tensor.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -69,7 +49,7 @@ def test_an_update_is_what_torch_does_with_the_mean_loss(make_policy: Callable[.
     )
     for step in range(3):
         sums = merge(policy.forward_backward(batch, grpo) for batch in pack(samples(8, seed=step), 60))
-        for name, parameter in policy.model.named_parameters():
+        for name, parameter in policy.chunks[0].named_parameters():
             theirs[name].grad = parameter.main_grad / sums["denominator"]
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
         rate = 0.01 * (step + 1)
@@ -79,7 +59,7 @@ def test_an_update_is_what_torch_does_with_the_mean_loss(make_policy: Callable[.
         outcome = policy.update(sums["denominator"], rate)
         assert outcome["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
         assert outcome["updated"] == 1.0
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in policy.chunks[0].named_parameters():
         torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-6)
 
 
@@ -89,56 +69,56 @@ def test_same_seed_and_input_give_the_same_bits(make_policy: Callable[..., Any])
     assert equal(weights(first), weights(second))
 
 
-def test_a_restored_state_goes_on_bit_for_bit(make_policy: Callable[..., Any]) -> None:
+def test_a_restored_state_goes_on_bit_for_bit(make_policy: Callable[..., Any], tmp_path: Path) -> None:
     straight = make_policy()
     train(straight, range(6))
     stopped = make_policy()
     train(stopped, range(3))
-    state = {name: tensor.clone() for name, tensor in stopped.state_dict().items()}
+    saved = state(stopped)
     resumed = make_policy(seed=7)
     train(resumed, range(10, 12))
-    resumed.load_state_dict(state)
-    assert equal(resumed.state_dict(), state)
+    restore(resumed, saved, tmp_path)
+    assert equal(state(resumed), saved)
     train(resumed, range(3, 6))
     assert equal(weights(resumed), weights(straight))
 
 
-def test_a_state_before_the_first_update_clears_the_moments(make_policy: Callable[..., Any]) -> None:
+def test_a_state_before_the_first_update_clears_the_moments(make_policy: Callable[..., Any], tmp_path: Path) -> None:
     fresh = make_policy()
-    state = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
+    saved = state(fresh)
     used = make_policy()
     train(used, range(2))
-    used.load_state_dict(state)
+    restore(used, saved, tmp_path)
     train(used, range(3))
     train(fresh, range(3))
     assert equal(weights(used), weights(fresh))
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing(
-    make_policy: Callable[..., Any], untied_folder: Any
+    make_policy: Callable[..., Any], untied_folder: Any, tmp_path: Path
 ) -> None:
     from services.trainer.megatron.policy import StateMismatch
 
     policy, other = make_policy(), make_policy(untied_folder)
-    before = weights(policy)
-    with pytest.raises(StateMismatch, match=r"'output_layer\.weight' is only in one of them"):
-        policy.load_state_dict(other.state_dict())
-    state = {**policy.state_dict(), "model.decoder.final_layernorm.weight": torch.zeros(3)}
-    with pytest.raises(StateMismatch, match=r"saved with shape \(3,\)"):
-        policy.load_state_dict(state)
-    assert equal(weights(policy), before)
+    train(policy, range(1))
+    before = state(policy)
+    with pytest.raises(StateMismatch, match=r"'lm_head\.weight' is only in one of them"):
+        restore(policy, state(other), tmp_path)
+    with pytest.raises(StateMismatch, match=r"model\.norm\.weight: saved with shape \(3,\), the model has \(32,\)"):
+        restore(policy, {**before, "weights/model.norm.weight": torch.zeros(3)}, tmp_path)
+    assert equal(state(policy), before)
 
 
 def test_a_batch_without_signal_changes_nothing(make_policy: Callable[..., Any]) -> None:
     policy = make_policy()
     train(policy, range(2))
-    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    before = state(policy)
     (batch,) = pack([with_advantage(sample, 0.0) for sample in samples(8)], 1000)
     sums = policy.forward_backward(batch, grpo)
     assert sums["tokens"] > 0
     assert policy.update(sums["denominator"], 1e-2) == {"grad_norm": 0.0, "updated": 0.0, "lr": 1e-2}
     assert policy.update(0.0, 1e-2)["updated"] == 0.0
-    assert equal(policy.state_dict(), before)
+    assert equal(state(policy), before)
 
 
 def test_tokens_without_a_finite_rollout_logprob_leave_the_update(make_policy: Callable[..., Any]) -> None:
@@ -198,9 +178,9 @@ def test_a_gradient_that_is_not_finite_is_an_error_before_any_weight_changes(mak
 def test_reset_forgets_the_moments(make_policy: Callable[..., Any]) -> None:
     policy = make_policy()
     train(policy, range(2))
-    assert any(name.startswith("optimizer.") for name in policy.state_dict())
+    assert any(name.startswith("exp_avg/") for name in state(policy))
     policy.reset_optimizer(OptimizerConfig(lr=1e-3))
-    assert not any(name.startswith("optimizer.") for name in policy.state_dict())
+    assert not any(name.startswith("exp_avg/") for name in state(policy))
 
 
 def test_loaded_weights_are_those_of_the_folder(make_policy: Callable[..., Any], tied_folder: Any) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from services.trainer.algorithms import policy_loss
 from services.trainer.batches import pack
-from services.trainer.megatron import model
+from services.trainer.megatron import scoring
 from shared.algorithms import OpdConfig, RlooConfig
 from tests.trainer.conftest import VOCABULARY, samples
-from tests.trainer.test_megatron import gradients
+from tests.trainer.policies import gradients
 
 K = 3
 
@@ -37,7 +37,7 @@ def batch_with_a_teacher(seed: int = 0) -> Any:
 def test_other_ids_are_scored_as_if_they_had_been_sampled(
     make_policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
-    monkeypatch.setattr(model, "LOGIT_ELEMENTS", elements)
+    monkeypatch.setattr(scoring, "LOGIT_ELEMENTS", elements)
     policy, batch = make_policy(), batch_with_a_teacher()
     found: list[Any] = []
 
@@ -68,7 +68,7 @@ def test_learning_from_the_top_k_brings_the_policy_to_the_teacher(make_policy: C
 def test_a_first_look_sees_what_the_loss_will_see(make_policy: Callable[..., Any]) -> None:
     policy = make_policy()
     (batch,) = pack(samples(6), 1000)
-    seen = policy.observe(batch, 0.9)
+    (seen,) = policy.observe(batch, 0.9)
     assert not seen.logprobs_N.requires_grad
     trained: list[Any] = []
     policy.forward_backward(batch, lambda tokens: (trained.append(tokens), policy_loss(RlooConfig())(tokens))[1], 0.9)

@@ -57,7 +57,9 @@ def test_sharded_folders_both_ways(make_policy: Callable[..., Any], untied_folde
     from services.trainer.megatron.weights import save_hf
 
     policy = make_policy(untied_folder)
-    digests = save_hf(list(policy.hf_tensors()), untied_folder, tmp_path / "sharded", max_shard_bytes=20_000)
+    digests = save_hf(
+        policy.hf_specs(), policy.hf_tensors(), untied_folder, tmp_path / "sharded", max_shard_bytes=20_000
+    )
     index = json.loads((tmp_path / "sharded/model.safetensors.index.json").read_text())
     assert len(digests) > 2
     assert set(index["weight_map"].values()) == set(digests)
@@ -94,7 +96,7 @@ def test_incomplete_or_mismatched_weights_are_named(
         make_policy(tmp_path / "m")
 
     save_file({**tensors, "model.norm.weight": torch.zeros(5)}, weights)
-    with pytest.raises(ModelFolderError, match=r"model\.norm\.weight make shape \(5,\).*do not belong together"):
+    with pytest.raises(ModelFolderError, match=r"model\.norm\.weight has shape \(5,\).*do not belong together"):
         make_policy(tmp_path / "m")
 
     weights.write_bytes(weights.read_bytes()[:-100])

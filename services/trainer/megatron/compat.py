@@ -6,7 +6,7 @@ imported, and must run before any other import of megatron. The environment vari
 parts by name ("jit,device"), or "off"; leave it unset outside of experiments. The patches hold for the whole process, so a
 process that needs the true `torch.cuda` answers on a machine without CUDA must not import this package.
 
-Enforced by tests/trainer/test_megatron.py, which trains through every part.
+Enforced by tests/trainer/test_megatron.py and tests/trainer/layouts, which train through every part.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 ENVIRONMENT = "SLIPSTREAM_MEGATRON_COMPAT"
 
-NOISE = ("(Transformer Engine and )?Apex (is|are) not installed", "full scope is deprecated")
-"""Warnings of each import and each model built: both packages are optional and need a GPU; the scope is Megatron's own."""
+NOISE = (
+    "(Transformer Engine and )?Apex (is|are) not installed",  # both are optional and need a GPU
+    "full scope is deprecated",
+    "When using async grad allreduce it is recommended",  # build.py sets what it recommends, where there is CUDA
+    "The .grad attribute of a Tensor that is not a leaf",  # the distributed optimiser updates views
+    "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+)
+"""Warnings that megatron brings about at imports and in each process, and that nobody here can act on."""
 
 
 class CompatError(RuntimeError):
@@ -37,6 +44,8 @@ def _device() -> None:
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_args, **_kwargs: None
+    # Shared embeddings move their weight to the device once more when the model is built.
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign,assignment]
 
 
 class _TorchWithoutCuda(types.ModuleType):
@@ -67,6 +76,7 @@ LITERAL_MODULES = (
     "optimizer.optimizer",  # the loss scale of FP32Optimizer
     "optimizer.clip_grads",  # the overflow flag of the gradient norm
     "utils",  # the gradient norm itself
+    "transformer.moe.moe_utils",  # the record of auxiliary losses
 )
 
 
@@ -87,6 +97,54 @@ def _rng() -> None:
     random._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
     # It warns at each fork that the CPU generator has moved, which is the point here.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def _experts() -> None:
+    """The dispatcher of tokens to experts copies its counts to the host on a side stream; here they are there already."""
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = "none"  # anything but None, which would have it make a CUDA stream
+
+    def counts_to_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+        if not self.drop_and_pad and point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits"):
+                counts = getattr(self, name, None)
+                if isinstance(counts, torch.Tensor):
+                    setattr(self, name, counts.tolist())
+        return tokens_per_expert
+
+    dispatcher._maybe_dtoh_and_synchronize = counts_to_host
+    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(utils, "te_general_gemm"):  # only defined with Transformer Engine, but the router asks for it
+        utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _uneven() -> None:
+    """Experts that are cut themselves gather different numbers of tokens from each rank, which gloo refuses: fill up, cut."""
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, output_split_sizes, *args)
+        filled = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        filled[: len(input_)] = input_
+        parts = [torch.empty_like(filled) for _ in output_split_sizes]
+        dist.all_gather(parts, filled, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return even_scatter(input_, group, input_split_sizes, *args)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather  # type: ignore[attr-defined]
+    mappings._reduce_scatter_along_first_dim = scatter  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -125,8 +183,14 @@ def cuda_type_names(device: torch.device) -> Iterator[None]:
         torch.Tensor.type = true_type  # type: ignore[method-assign,assignment]
 
 
-PARTS: dict[str, Callable[[], None]] = {"device": _device, "literal": _literal, "rng": _rng}
-"""Patches made after megatron's import; `jit` is the fourth part and wraps the import itself."""
+PARTS: dict[str, Callable[[], None]] = {
+    "device": _device,
+    "literal": _literal,
+    "rng": _rng,
+    "experts": _experts,
+    "uneven": _uneven,
+}
+"""Patches made after megatron's import; one more part, `jit`, wraps the import itself."""
 
 
 def install(parts: str | None = None) -> tuple[str, ...]:
@@ -134,6 +198,7 @@ def install(parts: str | None = None) -> tuple[str, ...]:
     chosen = _choose(os.environ.get(ENVIRONMENT) if parts is None else parts)
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("megatron.core.optimizer").setLevel(logging.WARNING)  # it writes out its config each time
     with _eager() if "jit" in chosen else nullcontext():
         importlib.import_module("megatron.core")
     for name in chosen:

@@ -1,294 +1,188 @@
-"""Builds megatron-core's GPTModel for a model folder, with attention and scoring that fit packed sequences.
+"""Builds megatron-core's GPTModel for an architecture and a layout, with attention and scoring that fit packed sequences.
 
-T tokens of a packed micro-batch, S sequences in it, N tokens to be scored, H hidden size, V vocabulary, B sequences of one
-length L, Q query heads, K key/value heads, D head size.
+M tokens of a packed micro-batch on this rank, R of them from which it predicts, K ids asked for a token, H hidden size.
 
-The model scores only the N tokens that a loss needs, in float32 and in chunks, so the [T, V] logits never exist. Attention
-is causal and never crosses a sequence boundary: packing changes nothing but rounding (tests/trainer/test_megatron.py).
-Options of Megatron pass through under their own names; what config.json decides, and what the trainer's own bookkeeping
-depends on, is refused with the reason (`NativeOptionError`).
+The model scores only the tokens that a loss needs, so the [M, vocabulary] logits never exist (scoring.py). With Transformer
+Engine on CUDA its layers are used, without it Megatron's own with attention.py and an RMS norm of torch's. As a critic the model
+has one value in place of the vocabulary. Parity with transformers: tests/trainer/test_families.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch.utils.checkpoint import checkpoint
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from services.trainer.families import Head
+from services.trainer.layout import Layout
+from services.trainer.megatron.attention import PackedAttention, PackedLayout
+from services.trainer.megatron.scoring import Vocabulary, likeliest, score_tokens
 from services.trainer.model_folder import Architecture
 
-LOGIT_ELEMENTS = 1 << 24
-"""Logits held at once while scoring: 64 MiB in float32. A longer list of tokens is scored in chunks, recomputed backwards."""
+try:
+    import transformer_engine  # type: ignore[import-not-found]  # noqa: F401
 
-
-Scores = tuple[torch.Tensor, ...]
-"""(log-probability [N], entropy [N]), and the log-probabilities [N, K] of other ids where they were asked for."""
-
-
-class NativeOptionError(ValueError):
-    """An option under `trainer.megatron` cannot be used. The text names it and says what to do."""
-
-
-# ------------------------------------------------------------------------------------------------------- native options
-
-_FROM_CONFIG_JSON = "is decided by the model folder's config.json"
-_ONE_RANK = "needs several trainer ranks; this trainer runs one"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
-            *("normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear"),
-            *("add_qkv_bias", "qk_layernorm", "layernorm_zero_centered_gamma"),
-        ),
-        _FROM_CONFIG_JSON,
-    ),
-    **dict.fromkeys(("params_dtype", "bf16", "fp16", "pipeline_dtype"), "is set by model.dtype"),
-    **dict.fromkeys(
-        ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"), "is set by trainer.optimizer"
-    ),
-    **dict.fromkeys(
-        (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-            *("expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-            *("virtual_pipeline_model_parallel_size", "use_distributed_optimizer", "overlap_param_gather"),
-        ),
-        _ONE_RANK,
-    ),
-    "calculate_per_token_loss": "is always on: gradients are summed over micro-batches and divided once an update",
-    "overlap_grad_reduce": "cannot be used: gradients are reduced once an update, not once a micro-batch",
-    "finalize_model_grads_func": "is set by the trainer",
-    "no_sync_func": "is set by the trainer",
-}
-"""Native options that a run file may not set, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class NativeOptions:
-    """`trainer.megatron` sorted by the Megatron dataclass that has the field; a field of several goes to all of them."""
-
-    transformer: dict[str, Any]
-    optimizer: dict[str, Any]
-    ddp: dict[str, Any]
-
-
-def native_options(options: dict[str, Any]) -> NativeOptions:
-    """Check and sort the run file's native options, or raise NativeOptionError."""
-    targets = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
-    fields = {target: {field.name for field in dataclasses.fields(kind)} for target, kind in targets.items()}
-    known = set().union(*fields.values())
-    for name in options:
-        if name in REFUSED:
-            raise NativeOptionError(f"trainer.megatron.{name}: {REFUSED[name]}; remove it")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see Megatron's TransformerConfig for the names"
-            raise NativeOptionError(f"trainer.megatron.{name}: Megatron has no such option; {hint}")
-    return NativeOptions(**{target: {k: v for k, v in options.items() if k in fields[target]} for target in targets})
-
-
-def transformer_config(architecture: Architecture, dtype: torch.dtype, native: dict[str, Any]) -> TransformerConfig:
-    """Megatron's config for this architecture. Fused kernels that need Transformer Engine or Apex are off by default."""
-    defaults: dict[str, Any] = {
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "masked_softmax_fusion": False,
-        # Megatron's own SwiGLU is faster than torch's only where it is compiled, and compat.py compiles nothing on a CPU.
-        "bias_activation_fusion": torch.cuda.is_available(),
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        # Weights always come from the folder: drawing random ones first would only cost time.
-        "perform_initialization": False,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-    }
-    try:
-        return TransformerConfig(
-            num_layers=architecture.layers,
-            hidden_size=architecture.hidden,
-            num_attention_heads=architecture.heads,
-            num_query_groups=architecture.kv_heads,
-            kv_channels=architecture.head_dim,
-            ffn_hidden_size=architecture.ffn,
-            normalization="RMSNorm",
-            layernorm_epsilon=architecture.norm_eps,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            add_bias_linear=False,
-            add_qkv_bias=False,
-            qk_layernorm=True,
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-            bf16=dtype is torch.bfloat16,
-            calculate_per_token_loss=True,
-            **{**defaults, **native},
-        )
-    except (AssertionError, ValueError, TypeError) as error:
-        raise NativeOptionError(f"trainer.megatron: Megatron refuses this combination of options: {error}") from error
-
-
-# ------------------------------------------------------------------------------------------------------------- the model
-
-
-@dataclass
-class PackedLayout(PackedSeqParams):
-    """Megatron's description of a packed micro-batch, with what the attention below needs in addition."""
-
-    runs: tuple[tuple[int, int], ...] = ()
-    """(B, L) of neighbouring sequences of equal length, in order: each run is one attention call without padding."""
-
-    @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> PackedLayout:
-        """The layout of sequences of these lengths, laid one after another."""
-        bounds_S = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-        runs: list[tuple[int, int]] = []
-        for length in lengths:
-            count = runs.pop()[0] if runs and runs[-1][1] == length else 0
-            runs.append((count + 1, length))
-        longest = max(lengths)
-        return cls("thd", bounds_S, bounds_S, max_seqlen_q=longest, max_seqlen_kv=longest, runs=tuple(runs))
-
-
-class PackedAttention(MegatronModule):
-    """Core attention over packed sequences with torch's scaled_dot_product_attention: one call a run of equal lengths."""
-
-    def __init__(
-        self, config: TransformerConfig, *_args: Any, softmax_scale: float | None = None, **_kwargs: Any
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale
-        self.dropout = config.attention_dropout
-
-    def forward(
-        self,
-        query_TQD: torch.Tensor,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: PackedLayout,
-        **_kwargs: Any,
-    ) -> torch.Tensor:
-        dropout = self.dropout if self.training else 0.0
-        grouped = query_TQD.size(1) != key_TKD.size(1)
-        outputs, start = [], 0
-        for count, length in packed_seq_params.runs:
-            end = start + count * length
-            query, key, value = (
-                x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (query_TQD, key_TKD, value_TKD)
-            )
-            output_BQLD = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, dropout_p=dropout, scale=self.scale, enable_gqa=grouped
-            )
-            outputs.append(output_BQLD.transpose(1, 2).flatten(0, 1))
-            start = end
-        return torch.cat(outputs).flatten(1) if len(outputs) > 1 else outputs[0].flatten(1)
+    TRANSFORMER_ENGINE = torch.cuda.is_available()
+except ImportError:
+    TRANSFORMER_ENGINE = False
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with Megatron's constructor."""
+    """torch's RMSNorm with Megatron's constructor, and the mark by which its gradient is summed under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def layer_spec() -> ModuleSpec:
-    """Megatron's own layer, with the two modules above in place of those that need Transformer Engine for packed input."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank's chunk `stage` of the model (None: it has one)."""
+    if TRANSFORMER_ENGINE:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+    dense, experts = _layer(config, None), _layer(config, config.num_moe_experts)
+    pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    assert isinstance(pattern, list)
+    if config.pipeline_model_parallel_layout is not None:
+        numbers = config.pipeline_model_parallel_layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=stage)
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        numbers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[experts if pattern[number] else dense for number in numbers], layer_norm=RMSNorm
+    )
+
+
+def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    """Megatron's own layer, with modules of ours in place of those that need Transformer Engine for packed input."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
-    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     return spec
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose forward pass gives log-probabilities of chosen tokens instead of logits of all."""
+    """GPTModel whose last stage gives log-probabilities of chosen tokens instead of logits of all."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, vocabulary: int, head: Head, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.true_vocabulary = vocabulary
+        self.value_head: torch.nn.Linear | None = None
+        if head == "value" and self.post_process:
+            del self.output_layer
+            self.value_head = torch.nn.Linear(config.hidden_size, 1)
+            for parameter in self.value_head.parameters():
+                torch.nn.init.zeros_(parameter)
 
     def forward(  # type: ignore[override]
         self,
-        ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
+        ids_M: torch.Tensor,
+        positions_M: torch.Tensor,
         layout: PackedLayout,
-        rows_N: torch.Tensor,
-        targets_N: torch.Tensor,
+        rows_R: torch.Tensor,
+        ids_RK: torch.Tensor,
         temperature: float = 1.0,
-        others_NK: torch.Tensor | None = None,
-    ) -> Scores:
-        """(log-probability, entropy) of `targets_N`, each predicted from the hidden state at `rows_N`, in float32; with
-        `others_NK` the log-probabilities of these ids at the same places too."""
-        hidden_T1H = super().forward(ids_T[None], positions_T[None], None, packed_seq_params=layout)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        project = partial(self.output_layer, weight=weight)
-        rows = max(1, LOGIT_ELEMENTS // self.vocab_size)
-        return score_tokens(hidden_T1H.index_select(0, rows_N), project, targets_N, temperature, rows, others_NK)
+        top: int = 0,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """On the last stage (log-probability of each id [R, K + top], entropy [R], ids of the `top` likeliest tokens [R, top]).
+
+        The log-probabilities of the likeliest come after the ones asked for. A critic gives its value in place of the
+        log-probability, and no entropy. Other stages give hidden states.
+        """
+        hidden_M1H = super().forward(ids_M[None], positions_M[None], None, packed_seq_params=layout)
+        if not self.post_process:
+            return hidden_M1H
+        if self.value_head is not None:
+            values_R1 = self.value_head(self._rows(hidden_M1H, rows_R, whole_gradient=True)).float()
+            return values_R1.expand(ids_RK.shape), torch.zeros_like(values_R1[:, 0]), ids_RK[:, :0]
+        hidden_RH = self._rows(hidden_M1H, rows_R, whole_gradient=False)
+        weight_VH, vocabulary = self._output()
+        top_RK = likeliest(hidden_RH, weight_VH, top, temperature, vocabulary) if top else ids_RK[:, :0]
+        asked_RK = torch.cat([ids_RK, top_RK], 1) if top else ids_RK
+        return *score_tokens(hidden_RH, weight_VH, asked_RK, temperature, vocabulary), top_RK
+
+    def _rows(self, hidden_M1H: torch.Tensor, rows_R: torch.Tensor, *, whole_gradient: bool) -> torch.Tensor:
+        """The hidden states to predict from, on each tensor-parallel rank. `whole_gradient`: each rank's gradient is of all."""
+        if self.config.sequence_parallel:
+            hidden_M1H = gather_from_sequence_parallel_region(
+                hidden_M1H, tensor_parallel_output_grad=not whole_gradient
+            )
+        elif not whole_gradient:
+            hidden_M1H = copy_to_tensor_model_parallel_region(hidden_M1H)
+        return hidden_M1H[:, 0].index_select(0, rows_R)
+
+    def _output(self) -> tuple[torch.Tensor, Vocabulary]:
+        """This rank's output weight without fillers, and which part of the vocabulary it is."""
+        weight_VH = self.output_layer.weight
+        if weight_VH is None:
+            weight_VH = self.shared_embedding_or_output_weight()
+        ranks = self.tp_group.size()
+        first = self.tp_group.rank() * len(weight_VH)
+        if first + len(weight_VH) > self.true_vocabulary:
+            weight_VH = weight_VH[: self.true_vocabulary - first]
+        return weight_VH, Vocabulary(first, self.tp_group if ranks > 1 else None)
+
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's hook before the decoder: rotate by the position of each token instead of by the sequences' bounds."""
+        found = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if TRANSFORMER_ENGINE:
+            return found
+        angles = torch.outer(position_ids[0].float(), self.rotary_pos_emb.inv_freq.to(position_ids.device))
+        return (found[0], torch.cat((angles, angles), -1)[:, None], *found[2:])
 
     def _postprocess(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """Megatron's hook between the decoder and the logits: hand back the hidden states."""
         return hidden_states
 
 
-def score_tokens(
-    hidden_N1H: torch.Tensor,
-    project: Callable[[torch.Tensor], tuple[torch.Tensor, Any]],
-    targets_N: torch.Tensor,
-    temperature: float,
-    rows: int,
-    others_NK: torch.Tensor | None = None,
-) -> Scores:
-    """Log-probability and entropy of each target under softmax(logits / temperature), `rows` of them at a time, and the
-    log-probabilities of `others_NK` if there are any.
-
-    The entropy carries no gradient.
-    """
-
-    def score(hidden_C1H: torch.Tensor, targets_C: torch.Tensor, others_CK: torch.Tensor | None = None) -> Scores:
-        logits_CV = project(hidden_C1H)[0].squeeze(1).float()
-        if temperature != 1.0:
-            logits_CV = logits_CV / temperature
-        all_logprobs_CV = F.log_softmax(logits_CV, dim=-1)
-        with torch.no_grad():
-            entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
-        logprobs_C = all_logprobs_CV.gather(1, targets_C[:, None]).squeeze(1)
-        return (logprobs_C, entropy_C, *(() if others_CK is None else (all_logprobs_CV.gather(1, others_CK),)))
-
-    columns = (hidden_N1H, targets_N, *(() if others_NK is None else (others_NK,)))
-    if hidden_N1H.size(0) <= rows:
-        return score(*columns)
-    parts = [
-        checkpoint(score, *chunk, use_reentrant=False)
-        for chunk in zip(*(column.split(rows) for column in columns), strict=True)
-    ]
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-
-
-def build_model(
-    architecture: Architecture, config: TransformerConfig, kind: type[PolicyModel] = PolicyModel
-) -> PolicyModel:
-    """The model with weights not yet loaded."""
-    layer = layer_spec()
-    block = TransformerBlockSubmodules(layer_specs=[layer] * architecture.layers, layer_norm=RMSNorm)
-    return kind(
+def build_chunks(
+    architecture: Architecture, config: TransformerConfig, layout: Layout, head: Head = "vocabulary"
+) -> list[PolicyModel]:
+    """This rank's part of the model with weights not yet loaded: one chunk, or one for each virtual pipeline stage."""
+    vocabulary = -(-architecture.vocab // layout.tensor) * layout.tensor
+    build = partial(
+        PolicyModel,
         config,
-        block,
-        vocab_size=architecture.vocab,
+        vocab_size=vocabulary,
         max_sequence_length=architecture.max_positions,
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
-        share_embeddings_and_output_weights=architecture.tied,
+        rope_scaling=architecture.rope_factor != 1.0,
+        rope_scaling_factor=architecture.rope_factor,
+        share_embeddings_and_output_weights=architecture.tied and head == "vocabulary",
         parallel_output=True,
+        vocabulary=architecture.vocab,
+        head=head,
     )
+    chunks = []
+    for stage in range(layout.virtual) if layout.virtual else (None,):
+        where = {"ignore_virtual": False, "vp_stage": stage}
+        chunks.append(
+            build(
+                transformer_layer_spec=block_spec(config, stage),
+                pre_process=parallel_state.is_pipeline_first_stage(**where),
+                post_process=parallel_state.is_pipeline_last_stage(**where),
+                vp_stage=stage,
+            )
+        )
+    return chunks

@@ -1,141 +1,83 @@
-"""The map between Hugging Face names and Megatron's, declared as data, and the three walks over it.
+"""Weights from and to Hugging Face folders, tensor by tensor: no rank ever holds a second full copy of the model.
 
-Each `Entry` says which HF tensors make one Megatron tensor and how they are laid together. `load_hf` fills a model from a
-folder, `iter_hf` yields the model's tensors under HF names, and `save_hf` writes a folder that any HF tool reads. All three
-go tensor by tensor, so none needs a second copy of the model. The round trip is exact to the bit
+`load_hf` fills this rank's shards from a folder, reading only what belongs to them; `save_hf` writes a folder that any tool
+reads. Which tensor goes where is in the weight map (services/trainer/families). The round trip is exact to the bit
 (tests/trainer/test_weights.py).
-
-Joined tensors: `qkv` stacks, for each key/value group, the rows of its query heads, then its keys, then its values;
-`gate_up` stacks the gate above the up projection.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.trainer.model_folder import COPIED_FILES, Architecture, ModelFolderError
+from services.trainer.megatron.sharding import Piece, Shards
+from services.trainer.model_folder import COPIED_FILES, ModelFolderError
 from services.trainer.tensorfile import Spec, TensorWriter, fsync_folder
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One Megatron tensor and the HF tensors that it is made of. `{i}` stands for the layer."""
-
-    megatron: str
-    hf: tuple[str, ...]
-    join: Literal["same", "qkv", "gate_up"] = "same"
-
-
-QWEN3_LAYER = (
-    Entry("decoder.layers.{i}.input_layernorm.weight", ("model.layers.{i}.input_layernorm.weight",)),
-    Entry(
-        "decoder.layers.{i}.self_attention.linear_qkv.weight",
-        tuple(f"model.layers.{{i}}.self_attn.{x}_proj.weight" for x in "qkv"),
-        "qkv",
-    ),
-    Entry("decoder.layers.{i}.self_attention.q_layernorm.weight", ("model.layers.{i}.self_attn.q_norm.weight",)),
-    Entry("decoder.layers.{i}.self_attention.k_layernorm.weight", ("model.layers.{i}.self_attn.k_norm.weight",)),
-    Entry("decoder.layers.{i}.self_attention.linear_proj.weight", ("model.layers.{i}.self_attn.o_proj.weight",)),
-    Entry("decoder.layers.{i}.pre_mlp_layernorm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
-    Entry(
-        "decoder.layers.{i}.mlp.linear_fc1.weight",
-        tuple(f"model.layers.{{i}}.mlp.{x}_proj.weight" for x in ("gate", "up")),
-        "gate_up",
-    ),
-    Entry("decoder.layers.{i}.mlp.linear_fc2.weight", ("model.layers.{i}.mlp.down_proj.weight",)),
-)
-QWEN3_BEFORE = (Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),)
-QWEN3_AFTER = (Entry("decoder.final_layernorm.weight", ("model.norm.weight",)),)
-QWEN3_OUTPUT = (Entry("output_layer.weight", ("lm_head.weight",)),)
-"""Only where the output layer has a weight of its own."""
-
-
-def weight_map(architecture: Architecture) -> list[Entry]:
-    """Every Megatron tensor of this architecture, from the embedding to the output layer."""
-    layers = [
-        Entry(entry.megatron.format(i=i), tuple(name.format(i=i) for name in entry.hf), entry.join)
-        for i in range(architecture.layers)
-        for entry in QWEN3_LAYER
-    ]
-    return [*QWEN3_BEFORE, *layers, *QWEN3_AFTER, *(() if architecture.tied else QWEN3_OUTPUT)]
-
-
-def join(entry: Entry, parts: list[torch.Tensor], architecture: Architecture) -> torch.Tensor:
-    """HF tensors -> the Megatron tensor."""
-    if entry.join == "same":
-        return parts[0]
-    if entry.join == "gate_up":
-        return torch.cat(parts)
-    groups = architecture.kv_heads
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-
-
-def split(entry: Entry, tensor: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
-    """The Megatron tensor -> HF tensors, contiguous. What is not joined is returned as it is, not copied."""
-    if entry.join == "same":
-        return [tensor]
-    if entry.join == "gate_up":
-        return list(tensor.chunk(2))
-    groups, size = architecture.kv_heads, architecture.head_dim
-    queries = architecture.heads // groups
-    parts = tensor.unflatten(0, (groups, (queries + 2) * size)).split([queries * size, size, size], dim=1)
-    return [part.flatten(0, 1).contiguous() for part in parts]
-
-
 @torch.no_grad()
-def load_hf(model: torch.nn.Module, folder: str | Path, architecture: Architecture) -> None:
-    """Fill the model from a folder, casting to its dtype. Missing or misshapen tensors are a ModelFolderError."""
+def load_hf(shards: Shards, folder: str | Path) -> None:
+    """Fill this rank's parameters from a folder, casting to their dtype. Missing or misshapen tensors are a ModelFolderError."""
     folder = Path(folder)
-    parameters = dict(model.named_parameters())
+    if unknown := shards.unknown():
+        raise ModelFolderError(f"{folder}: nothing maps to {', '.join(unknown)}")
     with ExitStack() as stack:
         where = _open_weights(folder, stack)
-        for entry in weight_map(architecture):
+        for entry in shards.entries:
+            targets = shards.here(entry)
+            if not targets:
+                continue
             missing = [name for name in entry.hf if name not in where]
+            if missing and entry.optional:
+                continue
             if missing:
                 raise ModelFolderError(
                     f"{folder}: tensor {missing[0]!r} is missing from the weights; is the folder complete?"
                 )
-            joined = join(entry, [where[name].get_tensor(name) for name in entry.hf], architecture)
-            target = parameters.pop(entry.megatron)
-            if joined.shape != target.shape:
-                raise ModelFolderError(
-                    f"{folder}: {' + '.join(entry.hf)} make shape {tuple(joined.shape)}, but config.json asks for "
-                    f"{tuple(target.shape)}; config.json and the weights do not belong together"
-                )
-            target.copy_(joined)
-    if parameters:
-        raise ModelFolderError(f"{folder}: nothing maps to {', '.join(sorted(parameters))}")
+            joined = shards.join(entry, [_read(where[piece.name], piece, folder) for piece in shards.pieces(entry)])
+            for target in targets:
+                target.copy_(joined)
 
 
-def iter_hf(model: torch.nn.Module, architecture: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, tensor) in the map's order. Tensors may share the model's memory: copy what must outlive the next update."""
-    parameters = dict(model.named_parameters())
-    for entry in weight_map(architecture):
-        parts = split(entry, parameters[entry.megatron].detach(), architecture)
-        yield from zip(entry.hf, parts, strict=True)
+def read_piece(opened: Any, name: str, piece: Piece) -> torch.Tensor:
+    """A piece of tensor `name` of an opened safetensors file."""
+    if piece.whole:
+        return opened.get_tensor(name)
+    part = slice(piece.start, piece.start + piece.size)
+    return opened.get_slice(name)[part] if piece.dim == 0 else opened.get_slice(name)[:, part]
+
+
+def _read(opened: Any, piece: Piece, folder: Path) -> torch.Tensor:
+    found = tuple(opened.get_slice(piece.name).get_shape())
+    if found != piece.shape:
+        raise ModelFolderError(
+            f"{folder}: {piece.name} has shape {found}, but config.json asks for {piece.shape}; config.json and the weights "
+            "do not belong together"
+        )
+    return read_piece(opened, piece.name, piece)
 
 
 def save_hf(
-    tensors: Iterable[tuple[str, torch.Tensor]], source: str | Path, target: str | Path, max_shard_bytes: int = 4 << 30
+    specs: Iterable[Spec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source: str | Path,
+    target: str | Path,
+    max_shard_bytes: int = 4 << 30,
 ) -> dict[str, str]:
-    """Write `tensors` as a model folder, with config.json and the tokenizer of `source`. Returns sha256 by file name.
+    """Write `tensors`, which come as `specs` announces them, as a model folder with config.json and tokenizer of `source`.
 
-    `tensors` is walked twice: once for names and shapes, once for the data; give a list, or an object that makes a new
-    iterator each time. Weights are sharded above `max_shard_bytes`. Files are durable when this returns.
+    Returns sha256 by file name. Weights are sharded above `max_shard_bytes`. Files are durable when this returns.
     """
     source, target = Path(source), Path(target)
     target.mkdir(parents=True, exist_ok=True)
-    specs = [Spec.of(name, tensor) for name, tensor in tensors]
-    shards = _shards(specs, max_shard_bytes)
+    shards = _shards(list(specs), max_shard_bytes)
     digests: dict[str, str] = {}
     walk = iter(tensors)
     for file_name, members in shards.items():
@@ -147,9 +89,12 @@ def save_hf(
         except BaseException:
             writer.abort()
             raise
+    # An iterator over ranks is walked to its very end, which lets the other ranks finish.
+    if next(walk, None) is not None:
+        raise ValueError("more tensors came than were announced")
     if len(shards) > 1:
         _write_index(target, shards)
-    _copy_companions(source, target, {spec.dtype for spec in specs})
+    _copy_companions(source, target, {spec.dtype for members in shards.values() for spec in members})
     fsync_folder(target)
     return digests
 
