@@ -3,7 +3,8 @@
 A checkpoint is a folder `checkpoint-<sequence>-step-<step>` with the tensors (safetensors), everything else (msgpack) and a
 manifest with size and sha256 of both. It is written under another name, synced, renamed in one step, and the parent folder
 is synced: it is there completely or not at all, and saving never touches an older one. `sequence` only grows, so the newest
-is known even after a rollback to an earlier step. The newest `keep` stay; older ones go after the new one is durable.
+is known even after a rollback to an earlier step. What goes and what stays is decided after the new one is durable: the newest
+`keep` stay, those at every `keep_every`-th step, and the `keep_best` with the highest score.
 
 Failpoints mark the steps (shared/failpoints.py). Who has claimed the folder last is the only one who may save: a trainer that was
 stopped, replaced and woken again gets `CheckpointTaken` instead of putting a lost history in front of the present one. The
@@ -20,20 +21,19 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from services.trainer.tensorfile import DiskFullError, Spec, TensorWriter, disk_errors, fsync_folder
 from shared.failpoints import reach
 
-FORMAT = 1
+FORMAT = 2
 TENSORS, META, MANIFEST = "state.safetensors", "meta.msgpack", "manifest.msgpack"
 NAME = re.compile(r"checkpoint-(\d{8})-step-(\d{8})")
 UNFINISHED, DAMAGED = "saving-", "damaged-"
@@ -71,10 +71,11 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint in memory."""
+    """A verified checkpoint."""
 
     entry: Entry
-    tensors: dict[str, torch.Tensor]
+    tensors: Path
+    """The safetensors file: read from it what is needed."""
     meta: dict[str, Any]
     damaged: tuple[Damage, ...]
     """Newer ones that had to be passed over."""
@@ -83,9 +84,9 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run in one folder. One process at a time may save."""
 
-    def __init__(self, folder: str | Path, keep: int = 2) -> None:
+    def __init__(self, folder: str | Path, keep: int = 2, keep_every: int = 0, keep_best: int = 0) -> None:
         self.folder = Path(folder)
-        self.keep = max(1, keep)
+        self.keep, self.keep_every, self.keep_best = max(1, keep), keep_every, keep_best
         self._claim = 0
 
     def claim(self) -> int:
@@ -126,8 +127,16 @@ class CheckpointStore:
         """Damaged ones with a sequence number above `after`, whenever they were found, oldest first."""
         return [entry for entry in self._named(DAMAGED) if entry.sequence > after]
 
-    def save(self, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Entry:
-        """Write a checkpoint; when this returns it is durable. `meta` is what msgpack can hold."""
+    def save(
+        self,
+        step: int,
+        specs: Sequence[Spec],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        meta: Mapping[str, Any],
+        score: float | None = None,
+    ) -> Entry:
+        """Write a checkpoint; when this returns it is durable. `tensors` come one by one, as `specs` announces them; `meta` is
+        what msgpack can hold; `score` is what `keep_best` goes by, higher is better."""
         self.folder.mkdir(parents=True, exist_ok=True)
         sequence = max((entry.sequence for entry in (*self.entries(), *self.set_aside())), default=0) + 1
         target = self.folder / f"checkpoint-{sequence:08d}-step-{step:08d}"
@@ -136,10 +145,11 @@ class CheckpointStore:
         unfinished.mkdir()
         reach("checkpoint.begun")
         try:
-            files = {TENSORS: _write_tensors(unfinished / TENSORS, tensors)}
+            files = {TENSORS: _write_tensors(unfinished / TENSORS, specs, tensors)}
             packed = msgpack.packb({"format": FORMAT, "step": step, "meta": dict(meta)}, use_bin_type=True)
             files[META] = _write(unfinished / META, packed)
-            _write(unfinished / MANIFEST, msgpack.packb({"format": FORMAT, "files": files}, use_bin_type=True))
+            manifest = {"format": FORMAT, "files": files, "score": score}
+            _write(unfinished / MANIFEST, msgpack.packb(manifest, use_bin_type=True))
             fsync_folder(unfinished)
             reach("checkpoint.written")
             self._check_claim()
@@ -149,7 +159,7 @@ class CheckpointStore:
             raise
         fsync_folder(self.folder)
         reach("checkpoint.named")
-        for old in self.entries()[: -self.keep]:
+        for old in self._superfluous():
             # Renamed first: a crash halfway through must not leave a folder that looks like a checkpoint.
             doomed = old.path.with_name(f"{UNFINISHED}{old.path.name}")
             os.rename(old.path, doomed)
@@ -167,11 +177,11 @@ class CheckpointStore:
         damaged: list[Damage] = []
         for entry in reversed(candidates):
             try:
-                tensors, meta = _read(entry)
+                meta = _read(entry)
             except (_Damaged, OSError) as error:
                 damaged.append(self._set_aside(entry, str(error)))
                 continue
-            return Checkpoint(entry, tensors, meta, tuple(damaged))
+            return Checkpoint(entry, entry.path / TENSORS, meta, tuple(damaged))
         if damaged:
             reasons = "; ".join(f"step {damage.step}: {damage.reason}" for damage in damaged)
             raise CheckpointError(
@@ -179,6 +189,17 @@ class CheckpointStore:
                 "copy of one back, or start a new run under another name"
             )
         return None
+
+    def _superfluous(self) -> list[Entry]:
+        entries, best = self.entries(), list[Entry]()
+        if self.keep_best:
+            scored = [(score, entry) for entry in entries if (score := _score(entry)) is not None]
+            best = [entry for _, entry in sorted(scored, key=lambda one: (-one[0], one[1].sequence))[: self.keep_best]]
+        return [
+            entry
+            for entry in entries[: -self.keep]
+            if entry not in best and not (self.keep_every and entry.step % self.keep_every == 0)
+        ]
 
     def _set_aside(self, entry: Entry, reason: str) -> Damage:
         aside = entry.path.with_name(f"{DAMAGED}{entry.path.name}")
@@ -200,11 +221,11 @@ class _Damaged(Exception):
     """Why a checkpoint cannot be used."""
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    writer = TensorWriter(path, [Spec.of(name, tensor) for name, tensor in tensors.items()])
+def _write_tensors(path: Path, specs: Sequence[Spec], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    writer = TensorWriter(path, specs)
     try:
-        for tensor in tensors.values():
-            writer.write(tensor)
+        for name, tensor in tensors:
+            writer.write(tensor, name)
         return {"size": writer.nbytes, "sha256": writer.close()}
     except BaseException:
         writer.abort()
@@ -219,7 +240,8 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _read(entry: Entry) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read(entry: Entry) -> dict[str, Any]:
+    """The meta of a checkpoint whose every file is verified."""
     manifest = _unpack(entry.path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise _Damaged(f"{MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}")
@@ -227,10 +249,18 @@ def _read(entry: Entry) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         _verify(entry.path / name, manifest.get("files", {}).get(name, {}))
     meta = _unpack(entry.path / META)
     try:
-        tensors = load_file(entry.path / TENSORS)
+        with safe_open(entry.path / TENSORS, framework="pt"):
+            pass
     except SafetensorError as error:
         raise _Damaged(f"{TENSORS}: {error}") from error
-    return tensors, meta["meta"]
+    return meta["meta"]
+
+
+def _score(entry: Entry) -> float | None:
+    try:
+        return _unpack(entry.path / MANIFEST).get("score")
+    except (_Damaged, OSError):
+        return None  # loading will find out and say so
 
 
 def _verify(path: Path, expected: dict[str, Any]) -> None:
