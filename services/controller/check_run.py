@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.reward.scoring import FunctionError, load
+from services.trainer.layout import LayoutError, layout_of
 from services.trainer.model_folder import ModelFolderError, check_same_vocabulary, read_architecture
 from shared.config import ConfigError, RunConfig
 from shared.sections import DataConfig, RewardFunction
@@ -37,16 +38,16 @@ def problems(config: RunConfig) -> list[str]:
     for check in checks:
         try:
             check()
-        except (ConfigError, ModelFolderError, FunctionError) as error:
+        except (ConfigError, ModelFolderError, LayoutError, FunctionError) as error:
             found.append(str(error))
     return found
 
 
 def check_model(config: RunConfig) -> None:
-    """The folder holds a family that the trainer knows, or a function will build it."""
+    """The folder holds a family that the trainer knows, or a function will build it, and the ranks can share it."""
     folder = config.path(config.model.path)
     if (folder / "config.json").is_file():
-        read_architecture(folder)
+        layout_of(config.trainer.megatron, config.trainer.ranks, read_architecture(folder))
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise ConfigError(f"model.path: {folder} holds no tokenizer.json")
         return
@@ -54,6 +55,7 @@ def check_model(config: RunConfig) -> None:
         raise ConfigError(
             f"model.path: {folder} holds no config.json; download a Hugging Face folder there, or set model.build to a function"
         )
+    layout_of(config.trainer.megatron, config.trainer.ranks)
     takes(config.function(config.model.build, "model.build"), "model.build", ("path", "seed"))
 
 

@@ -3,6 +3,8 @@
     begin (checkpoint, or model folder and supervised phase) -> publish weights -> for each update:
     take P groups -> forward and backward, micro-batch by micro-batch -> update -> receipts and weights -> checkpoint -> ack
 
+This is the leader of the trainer's ranks; the others do what it does (ranks.py) and know no broker.
+
 Guarantees: one trainer a run (a lease; of two, the older is fenced by the queue, the DCS, the checkpoints and the ledger); a
 receipt `trained` is written after the update that used the group; its message is acknowledged only when a checkpoint covers it;
 the weights of each step are published once as a new version; a batch without any signal is a step that changes no weight. Told
@@ -16,17 +18,20 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from services.trainer.algorithms import first_pass, needs_first_pass, policy_loss
-from services.trainer.algorithms.reductions import Loss, finish, merge
-from services.trainer.batches import PackedBatch
+from services.trainer.algorithms import first_pass, needs_first_pass
+from services.trainer.algorithms.reductions import finish, merge
+from services.trainer.channel import RankLost
 from services.trainer.checkpoint import CheckpointError, CheckpointStore
 from services.trainer.intake import Intake, Rollback, sample_steps
-from services.trainer.megatron.model import NativeOptionError
+from services.trainer.layout import LayoutError
+from services.trainer.megatron.options import NativeOptionError
 from services.trainer.megatron.policy import NonFiniteError, StateMismatch
 from services.trainer.model_folder import ModelFolderError
+from services.trainer.objectives import Objective
 from services.trainer.rollback import roll_back
 from services.trainer.schedule import learning_rate
-from services.trainer.start import Interrupted, Start, begin, meta_of
+from services.trainer.spread import Spread
+from services.trainer.start import Interrupted, Start, begin, meta_of, save
 from services.trainer.tensorfile import DiskFullError
 from services.trainer.update import UpdateBatches
 from services.trainer.weights import WeightPublisher
@@ -38,6 +43,8 @@ from shared.tokenizer import TokenizerError
 FAULTS = (
     ModelFolderError,
     NativeOptionError,
+    LayoutError,
+    RankLost,
     CheckpointError,
     DiskFullError,
     StateMismatch,
@@ -61,8 +68,18 @@ async def main(ctx: Context) -> None:
 
 
 async def train(ctx: Context) -> None:
-    store = CheckpointStore(ctx.config.work_path / "checkpoints", ctx.config.trainer.checkpoint.keep)
+    keeping = ctx.config.trainer.checkpoint
+    store = CheckpointStore(
+        ctx.config.work_path / "checkpoints", keeping.keep, keep_every=keeping.keep_every, keep_best=keeping.keep_best
+    )
     start = await begin(ctx, store)
+    try:
+        await go_on(ctx, start, store)
+    finally:
+        await ctx.compute(start.policy.close)
+
+
+async def go_on(ctx: Context, start: Start, store: CheckpointStore) -> None:
     publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
     version = await publisher.publish(start.step, start.policy.hf_tensors(), "resume" if start.resumed else "start")
     intake = Intake(ctx, start.window, start.rollbacks, start.epoch)
@@ -93,9 +110,11 @@ class Training:
         self.policy, self.roles = start.policy, start.roles
         self.step, self.version = start.step, version
         self.store, self.publisher, self.intake = store, publisher, intake
-        self.loss = policy_loss(ctx.config.algorithm)
+        self.loss = Objective("policy", ctx.config.algorithm)
         self.window_state = intake.window.state()
         self.uncovered: list[str] = []
+        self.rewards: list[float] = []
+        """Of the samples trained since the last checkpoint."""
         self.saved_step = start.step
         self.next_issue = start.next_issue
 
@@ -122,7 +141,7 @@ class Training:
         if self.step == self.config.steps:
             await self.ctx.compute(self.policy.save_hf, self.config.work_path / "model")
 
-    def take_in(self, batches: UpdateBatches, group: Group) -> list[PackedBatch]:
+    def take_in(self, batches: UpdateBatches, group: Group) -> list[Spread]:
         """The group with the columns that are made here; the micro-batches that can be trained on now."""
         self.roles.fill(group)
         return batches.add(group)
@@ -146,21 +165,21 @@ class Training:
             await self.beat("waiting for groups")
             group = await self.intake.take(self.step)
             if group is None:
-                self.policy.discard()
+                await self.ctx.compute(self.policy.discard)
                 return None
             with self.ctx.metrics.busy():
                 ready = await self.ctx.compute(self.take_in, batches, group)
                 loss = await self.loss_of(ready)
-            for packed in ready:
+            for spread in ready:
                 await self.beat("training")
                 with self.ctx.metrics.busy():
                     parts.append(
                         await self.ctx.compute(
-                            self.policy.forward_backward, packed, loss, self.config.sampling.temperature
+                            self.policy.forward_backward, spread, loss, self.config.sampling.temperature
                         )
                     )
         if self.config.deterministic and not await self.intake.until_settled(self.round_end()):
-            self.policy.discard()
+            await self.ctx.compute(self.policy.discard)
             return None
         return batches.groups, merge(parts)
 
@@ -175,13 +194,13 @@ class Training:
             head=self.next_issue,
         )
 
-    async def loss_of(self, batches: list[PackedBatch]) -> Loss:
+    async def loss_of(self, spreads: list[Spread]) -> Objective:
         """The loss; where it depends on all tokens of the update these are looked at first, without gradients."""
         algorithm, temperature = self.config.algorithm, self.config.sampling.temperature
         if not needs_first_pass(algorithm):
             return self.loss
-        seen = [await self.ctx.compute(self.policy.observe, packed, temperature) for packed in batches]
-        return policy_loss(algorithm, await self.ctx.compute(first_pass, algorithm, seen))
+        seen = [tokens for one in spreads for tokens in await self.ctx.compute(self.policy.observe, one, temperature)]
+        return Objective("policy", algorithm, await self.ctx.compute(first_pass, algorithm, seen))
 
     async def tell(self, groups: list[Group]) -> None:
         """Free the groups' slots, and hand the new weights over: they get their number while the next update is under way."""
@@ -205,12 +224,12 @@ class Training:
         with self.ctx.metrics.wait("checkpoint"):
             meta = meta_of(self.window_state, self.intake.rollbacks, self.next_issue)
             meta |= {"version": self.version, "trained": self.uncovered}
-            state = self.policy.state_dict() | self.roles.state_dict()
-            await self.ctx.compute(self.store.save, self.step, state, meta)
+            score = sum(self.rewards) / len(self.rewards) if self.rewards else None
+            await self.ctx.compute(save, self.store, self.policy, self.roles, self.step, meta, score)
             failpoints.reach("trainer.saved")
             await self.ctx.vouch(self.intake.covered(self.uncovered))
             failpoints.reach("trainer.covered")
-        self.uncovered, self.saved_step = [], self.step
+        self.uncovered, self.rewards, self.saved_step = [], [], self.step
         await self.ctx.events.publish("checkpoint", f"step {self.step}", step=self.step, version=self.version)
 
     async def beat(self, state: str) -> None:
@@ -218,6 +237,7 @@ class Training:
 
     def report(self, groups: list[Group], values: dict[str, float]) -> None:
         rewards = [float(r) for group in groups if group.rewards for r in group.rewards.total if r == r]
+        self.rewards += rewards
         drawn = [step for group in groups for step in sample_steps(group, self.intake.rollbacks) if step >= 0]
         ages = [self.step - 1 - int(step) for step in drawn] or [0]
         self.ctx.metrics.emit(

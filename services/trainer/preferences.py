@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice
 
 import numpy as np
 
-from services.trainer.algorithms.dpo import dpo
 from services.trainer.algorithms.reductions import merge
-from services.trainer.batches import Packer, TrainSample, pack
-from services.trainer.megatron.policy import Policy
+from services.trainer.batches import TrainSample
+from services.trainer.objectives import Objective
+from services.trainer.ranks import RankedPolicy
 from services.trainer.schedule import learning_rate
+from services.trainer.spread import spread
 from shared.sections import PreferencesConfig
 
 Pair = tuple[TrainSample, TrainSample]
@@ -66,7 +66,7 @@ def numbered(pair: Pair, number: int) -> Pair:
     return better, worse
 
 
-def with_reference(policy: Policy, pairs: Sequence[Pair], token_budget: int) -> list[Pair]:
+def with_reference(policy: RankedPolicy, pairs: Sequence[Pair], token_budget: int) -> list[Pair]:
     """The pairs with the column `reference_logprobs`, as the policy is now."""
     samples = [sample for pair in pairs for sample in pair]
     ends = np.cumsum([len(sample.mask) for sample in samples])
@@ -76,9 +76,9 @@ def with_reference(policy: Policy, pairs: Sequence[Pair], token_budget: int) -> 
         replace(sample, extras={"place": np.arange(start, end)})
         for sample, start, end in zip(samples, starts, ends, strict=True)
     ]
-    for batch in pack(places, token_budget):
-        logprobs_N, _ = policy.logprobs(batch)
-        reference[batch.extras["place"]] = logprobs_N.float().cpu().numpy()
+    for one in spread(((place,) for place in places), token_budget, policy.layout):
+        for batch, scores in zip(one.batches, policy.score(one), strict=True):
+            reference[batch.extras["place"]] = scores.logprobs_N.float().cpu().numpy()
     known = [
         replace(sample, extras={**sample.extras, "reference_logprobs": reference[start:end]})
         for sample, start, end in zip(samples, starts, ends, strict=True)
@@ -87,7 +87,7 @@ def with_reference(policy: Policy, pairs: Sequence[Pair], token_budget: int) -> 
 
 
 def run_preferences(
-    policy: Policy,
+    policy: RankedPolicy,
     pairs: Iterable[Pair],
     options: PreferencesConfig,
     *,
@@ -98,14 +98,11 @@ def run_preferences(
     wanted = options.steps * options.batch
     known = with_reference(policy, list(islice(pairs, wanted)), token_budget)
     policy.reset_optimizer(options.optimizer)
-    loss = partial(dpo, beta=options.beta, label_smoothing=options.label_smoothing)
+    loss = Objective("dpo", constants={"beta": options.beta, "label_smoothing": options.label_smoothing})
     stream = cycle(known)
     for step in range(options.steps if known else 0):
-        packer = Packer(token_budget)
-        chosen = enumerate(islice(stream, options.batch))
-        batches = [batch for number, pair in chosen for batch in packer.add(*numbered(pair, number))]
-        batches += packer.flush()
-        sums = merge(policy.forward_backward(batch, loss) for batch in batches)
+        chosen = (numbered(pair, number) for number, pair in enumerate(islice(stream, options.batch)))
+        sums = merge(policy.forward_backward(one, loss) for one in spread(chosen, token_budget, policy.layout))
         rate = learning_rate(step, options.steps, options.optimizer)
         outcome = policy.update(sums["denominator"], rate)
         mean, accuracy = sums["loss"] / sums["pairs"], sums["pair_accuracy"] / sums["pairs"]

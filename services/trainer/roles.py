@@ -6,8 +6,9 @@ reference for a process of its own.
     moved(step)    after the policy's update: a reference that is due is the policy of this moment
 
 N tokens of a group. The reference is a second set of weights for the one model, exchanged for the time of scoring, so it costs
-the weights' memory and nothing else. Both are part of the checkpoint (`state_dict`), so a trainer that was killed goes on with
-them bit for bit. Not thread-safe: the computing thread alone. `tests/trainer/test_roles.py`.
+the weights' memory and nothing else. Both are part of the checkpoint, so a trainer that was killed goes on with them bit for
+bit, and both are shared by the trainer's ranks as the policy is. Not thread-safe: the computing thread alone.
+`tests/trainer/test_roles.py`.
 """
 
 from __future__ import annotations
@@ -16,66 +17,60 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from services.trainer import references
 from services.trainer.advantages import token_advantages
-from services.trainer.algorithms.ppo import critic as critic_loss
 from services.trainer.algorithms.reductions import merge
-from services.trainer.batches import TrainSample, pack
-from services.trainer.megatron.critic import Critic
-from services.trainer.megatron.policy import Policy, StateMismatch
-from services.trainer.megatron.weights import load_hf
+from services.trainer.batches import TrainSample
+from services.trainer.objectives import Objective
+from services.trainer.ranks import RankedPolicy
 from services.trainer.samples import critic_samples
 from services.trainer.schedule import learning_rate
+from services.trainer.spread import spread
+from services.trainer.tensorfile import Spec
 from shared import columns
 from shared.algorithms import PpoConfig
 from shared.config import RunConfig
 from shared.records import Group
 
-CRITIC, REFERENCE = "critic.", "reference."
-"""Prefixes in a checkpoint."""
+CRITIC = "critic/"
+"""Prefix in a checkpoint."""
 
 
 class Roles:
-    """`begin` for a new run, or `load_state_dict` for one that goes on."""
+    """`begin` for a new run, or `restore` for one that goes on, after this and before the policy's own."""
 
-    def __init__(self, config: RunConfig, policy: Policy) -> None:
+    def __init__(self, config: RunConfig, policy: RankedPolicy) -> None:
         self.config, self.policy = config, policy
         wanted = columns.needed(config)
-        self.reference: Weights | None = None
-        if "reference_logprobs" in wanted and config.reference is not None and config.reference.place == "trainer":
-            self.reference = Weights(policy)
-        self.critic: Critic | None = None
+        place = config.reference.place if config.reference is not None else None
+        self.holds_reference = "reference_logprobs" in wanted and place == "trainer"
+        if self.holds_reference:
+            policy.hold_reference()
+        self.critic: RankedPolicy | None = None
         if "values" in wanted and config.critic is not None:
             folder = policy.folder if config.critic.path is None else config.path(config.critic.path)
-            options = config.trainer.model_copy(update={"optimizer": config.critic.optimizer})
-            critic = Critic.create(folder, options, policy.device.type, dtype=config.model.dtype, seed=config.seed)
-            assert isinstance(critic, Critic)
-            self.critic = critic
+            self.critic = policy.ranks.add("critic", folder, "critic")
 
     def begin(self) -> None:
         """Before the first update: the policy as it is now is the reference and the critic's body, unless folders are named."""
         reference, critic = self.config.reference, self.config.critic
-        if self.reference is not None and reference is not None and reference.path is not None:
-            with self.reference.in_place():
-                load_hf(self.policy.model, self.config.path(reference.path), self.policy.architecture)
+        if self.holds_reference and reference is not None and reference.path is not None:
+            self.policy.hold_reference(self.config.path(reference.path))
         if self.critic is not None and critic is not None and critic.path is None:
-            self.critic.set_weights(self.policy)
+            self.critic.copy_weights(self.policy)
         if reference is not None and reference.place == "service":
             references.forget(self.config, after=-1)
         self._take_reference(0)
 
     def fill(self, group: Group) -> None:
         """Add the columns that are made here."""
-        if self.reference is not None:
-            with self.reference.in_place():
-                scored = score(self.policy, group, self.config)
-            group.columns["reference_logprobs"] = scored
+        if self.holds_reference:
+            group.columns["reference_logprobs"] = score(self.policy, group, self.config, by_reference=True)
         if self.critic is not None:
             group.columns["values"] = score(self.critic, group, self.config)
 
@@ -84,11 +79,13 @@ class Roles:
         if self.critic is None or self.config.critic is None:
             return {}
         options = self.config.algorithm
-        loss = partial(critic_loss, value_clip=options.value_clip if isinstance(options, PpoConfig) else None)
+        clip = options.value_clip if isinstance(options, PpoConfig) else None
+        loss = Objective("critic", constants={"value_clip": clip})
         found = token_advantages(groups, self.config)
         samples = itertools.chain.from_iterable(map(critic_samples, groups, found))
-        batches = pack(samples, self.config.trainer.micro_batch_tokens)
-        sums = merge(self.critic.forward_backward(batch, loss) for batch in batches)
+        units = ((sample,) for sample in samples)
+        parts = spread(units, self.config.trainer.micro_batch_tokens, self.critic.layout)
+        sums = merge(self.critic.forward_backward(part, loss) for part in parts)
         rate = learning_rate(step, self.config.steps, self.config.critic.optimizer)
         outcome = self.critic.update(sums["denominator"], rate)
         count = max(sums["tokens"], 1.0)
@@ -110,8 +107,8 @@ class Roles:
         reference = self.config.reference
         if reference is None or not references.due(self.config, step):
             return
-        if self.reference is not None:
-            self.reference.take()
+        if self.holds_reference:
+            self.policy.hold_reference()
         elif reference.place == "service":
             target = references.folder(self.config, step)
             partial_folder = target.with_name(f".{target.name}.{os.getpid()}")
@@ -123,60 +120,23 @@ class Roles:
 
     # ---- checkpoints
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """To be saved beside the policy's. Shares memory."""
-        state: dict[str, torch.Tensor] = {}
-        if self.reference is not None:
-            state |= {f"{REFERENCE}{name}": tensor for name, tensor in self.reference.tensors.items()}
-        if self.critic is not None:
-            own = self.critic.state_dict()
-            state |= {f"{CRITIC}{name}": tensor for name, tensor in own.items() if not name.startswith("rng.")}
-        return state
+    def state_specs(self) -> list[Spec]:
+        """What `state_tensors` will give."""
+        return [] if self.critic is None else self.critic.state_specs(CRITIC)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor], step: int) -> None:
-        """Restore what `state_dict` gave at `step`."""
-        if self.reference is not None:
-            saved = _below(state, REFERENCE)
-            if saved.keys() != self.reference.tensors.keys():
-                raise StateMismatch("the checkpoint holds no reference of this model; start the run anew")
-            for name, tensor in self.reference.tensors.items():
-                tensor.copy_(saved[name])
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """To be saved beside the policy's, which has the reference in it."""
+        return iter(()) if self.critic is None else self.critic.state_tensors(CRITIC)
+
+    def restore(self, path: Path, step: int) -> None:
+        """Restore what was saved at `step`. StateMismatch if it was saved without a critic."""
         if self.critic is not None:
-            rng = {name: tensor for name, tensor in state.items() if name.startswith("rng.")}
-            self.critic.load_state_dict(_below(state, CRITIC) | rng)
+            self.critic.restore(path, CRITIC)
         if self.config.reference is not None and self.config.reference.place == "service":
             references.forget(self.config, after=step)
 
 
-class Weights:
-    """A second set of weights for a policy's model."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.tensors = {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Become the policy of this moment."""
-        for name, parameter in self.policy.model.named_parameters():
-            self.tensors[name].copy_(parameter)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """While this lasts, the model computes with these weights."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        for name, parameter in self.policy.model.named_parameters():
-            parameter.data, self.tensors[name] = self.tensors[name], parameter.data
-
-
-def score(model: Policy, group: Group, config: RunConfig) -> np.ndarray:
+def score(model: RankedPolicy, group: Group, config: RunConfig, by_reference: bool = False) -> np.ndarray:
     """[N] what the model says of each token: a policy its log-probability, a critic its value. 0 where the mask is unset."""
     samples, prompt_ids = group.samples, group.prompt_ids
     assert samples is not None
@@ -195,11 +155,8 @@ def score(model: Policy, group: Group, config: RunConfig) -> np.ndarray:
         for start, end in itertools.pairwise(samples.offsets.tolist())
         if end > start
     ]
-    for batch in pack(parts, config.trainer.micro_batch_tokens):
-        values_N, _ = model.logprobs(batch, config.sampling.temperature)
-        column[batch.extras["place"]] = values_N.float().cpu().numpy()
+    for one in spread(((part,) for part in parts), config.trainer.micro_batch_tokens, model.layout):
+        found = model.score(one, config.sampling.temperature, by_reference=by_reference)
+        for batch, scores in zip(one.batches, found, strict=True):
+            column[batch.extras["place"]] = scores.logprobs_N.float().numpy()
     return column
-
-
-def _below(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from services.trainer.build import build
+from services.trainer.channel import gather
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
 from services.trainer.intake import Rollback
-from services.trainer.megatron.policy import Policy
 from services.trainer.preferences import Pair, PreferenceStep, preference_pair, run_preferences
+from services.trainer.ranks import RankedPolicy
 from services.trainer.roles import Roles
 from services.trainer.warm_start import Demonstration, WarmStep, run_warm_start
 from services.trainer.window import Window
@@ -41,7 +40,7 @@ class Interrupted(Exception):
 class Start:
     """Where training begins."""
 
-    policy: Policy
+    policy: RankedPolicy
     roles: Roles
     window: Window[Group]
     step: int
@@ -57,27 +56,20 @@ class Start:
     """The sequence number of that checkpoint."""
 
 
-def device_of(config: RunConfig) -> str:
-    """cuda or cpu, as `trainer.device` says."""
-    if config.trainer.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if config.trainer.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device: cuda, but torch sees no GPU here; set it to auto or cpu")
-    return config.trainer.device
-
-
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 async def begin(ctx: Context, store: CheckpointStore) -> Start:
     """The policy, ready for the next update."""
     config = ctx.config
     await ctx.beat("loading model")
-    seed_everything(config.seed)
-    policy = await ctx.compute(_build, config)
+    policy = await ctx.compute(build, config, gather(config))
+    try:
+        return await _begin_with(ctx, store, policy)
+    except BaseException:
+        await ctx.compute(policy.close)
+        raise
+
+
+async def _begin_with(ctx: Context, store: CheckpointStore, policy: RankedPolicy) -> Start:
+    config = ctx.config
     epoch = await ctx.compute(store.claim)
     checkpoint: Checkpoint | None = await ctx.compute(store.load)
     if checkpoint is None:
@@ -85,13 +77,13 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
         roles = await ctx.compute(Roles, config, policy)
         await ctx.compute(roles.begin)
         start = Start(policy, roles, Window(config.window), 0, [], epoch, resumed=False)
-        await ctx.compute(store.save, 0, policy.state_dict() | roles.state_dict(), meta_of(start.window.state(), [], 0))
+        await ctx.compute(save, store, policy, roles, 0, meta_of(start.window.state(), [], 0))
         return start
     for damage in checkpoint.damaged:
         await ctx.events.publish("checkpoint_damaged", f"{damage.path.name}: {damage.reason}", step=damage.step)
-    await ctx.compute(policy.load_state_dict, checkpoint.tensors)
     roles = await ctx.compute(Roles, config, policy)
-    await ctx.compute(roles.load_state_dict, checkpoint.tensors, checkpoint.entry.step)
+    await ctx.compute(roles.restore, checkpoint.tensors, checkpoint.entry.step)
+    await ctx.compute(policy.restore, checkpoint.tensors)
     meta, damaged = checkpoint.meta, store.set_aside(checkpoint.entry.sequence)
     await ctx.events.publish(
         "resumed", f"from the checkpoint of step {checkpoint.entry.step}", step=checkpoint.entry.step
@@ -110,6 +102,20 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
     )
 
 
+def save(
+    store: CheckpointStore,
+    policy: RankedPolicy,
+    roles: Roles,
+    step: int,
+    meta: dict[str, Any],
+    score: float | None = None,
+) -> None:
+    """A checkpoint of everything that the next update depends on, written tensor by tensor."""
+    specs = policy.state_specs() + roles.state_specs()
+    tensors = itertools.chain(policy.state_tensors(), roles.state_tensors())
+    store.save(step, specs, tensors, meta, score)
+
+
 def meta_of(window: dict[str, Any], rollbacks: list[Rollback], next_issue: int) -> dict[str, Any]:
     """What a checkpoint holds beside the tensors. `window` says which groups were trained or dropped: all before its head,
     and those it names."""
@@ -117,17 +123,10 @@ def meta_of(window: dict[str, Any], rollbacks: list[Rollback], next_issue: int) 
     return {"window": window, "rollbacks": told, "next_issue": next_issue}
 
 
-def _build(config: RunConfig) -> Policy:
-    torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
-    return Policy.create(
-        config.path(config.model.path), config.trainer, device_of(config), dtype=config.model.dtype, seed=config.seed
-    )
-
-
 Report = Callable[[WarmStep | PreferenceStep], None]
 
 
-async def _phases(ctx: Context, policy: Policy) -> None:
+async def _phases(ctx: Context, policy: RankedPolicy) -> None:
     """What comes before reinforcement learning: the supervised phase and the preference phase, each if it is asked for."""
     config, budget = ctx.config, ctx.config.trainer.micro_batch_tokens
     if (warm := config.trainer.warm_start) is not None:

@@ -13,10 +13,11 @@ from itertools import islice
 import numpy as np
 
 from services.trainer.algorithms.reductions import finish, merge
-from services.trainer.algorithms.sft import sft
-from services.trainer.batches import TrainSample, pack
-from services.trainer.megatron.policy import Policy
+from services.trainer.batches import TrainSample
+from services.trainer.objectives import SFT
+from services.trainer.ranks import RankedPolicy
 from services.trainer.schedule import learning_rate
+from services.trainer.spread import spread
 from shared.sections import WarmStartConfig
 
 Demonstration = tuple[Sequence[int], Sequence[int]]
@@ -38,7 +39,7 @@ class WarmStep:
 
 
 def run_warm_start(
-    policy: Policy,
+    policy: RankedPolicy,
     demonstrations: Iterable[Demonstration],
     options: WarmStartConfig,
     *,
@@ -56,7 +57,8 @@ def run_warm_start(
         batch = [_sample(demonstration) for demonstration in islice(stream, options.batch)]
         if not batch:
             return step
-        sums = merge(policy.forward_backward(packed, sft) for packed in pack(batch, token_budget))
+        units = ((sample,) for sample in batch)
+        sums = merge(policy.forward_backward(one, SFT) for one in spread(units, token_budget, policy.layout))
         rate = learning_rate(step, options.steps, options.optimizer)
         outcome = policy.update(sums["denominator"], rate)
         on_step(

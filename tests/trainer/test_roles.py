@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from services.trainer import references
-from services.trainer.algorithms import policy_loss
-from services.trainer.megatron.policy import Policy, StateMismatch
+from services.trainer.build import build_rank
+from services.trainer.megatron.state import StateMismatch
+from services.trainer.objectives import Objective
+from services.trainer.ranks import RankedPolicy
 from services.trainer.roles import Roles, score
+from services.trainer.tensorfile import Spec
 from services.trainer.update import UpdateBatches
 from shared.config import RunConfig
 from shared.records import Group
+from tests.trainer.policies import equal
 from tests.trainer.test_advantages import group_of, run_of
 
 REFERENCE: dict[str, Any] = {"name": "grpo", "kl": {"coef": 0.1}}
@@ -35,10 +42,32 @@ def groups(config: RunConfig) -> list[Group]:
     ]
 
 
-def policy_update(policy: Policy, config: RunConfig, filled: list[Group]) -> None:
+def alone(policy: Any, config: RunConfig) -> RankedPolicy:
+    """A policy that can build others beside it."""
+    return RankedPolicy.alone(policy, partial(build_rank, config, "cpu"))
+
+
+def state(roles: Roles) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of all models."""
+    both = itertools.chain(roles.policy.state_tensors(), roles.state_tensors())
+    found = {name: tensor.clone() for name, tensor in both}
+    assert [Spec.of(name, tensor) for name, tensor in found.items()] == (
+        roles.policy.state_specs() + roles.state_specs()
+    )
+    return found
+
+
+def restore(roles: Roles, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    path = folder / "state.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    roles.restore(path, step=1)
+    roles.policy.restore(path)
+
+
+def policy_update(policy: RankedPolicy, config: RunConfig, filled: list[Group]) -> None:
     """Move the policy on these groups."""
     batches = UpdateBatches(config, 0)
-    loss = policy_loss(config.algorithm)
+    loss = Objective("policy", config.algorithm)
     denominator = 0.0
     for group in filled:
         for packed in batches.add(group):
@@ -46,11 +75,9 @@ def policy_update(policy: Policy, config: RunConfig, filled: list[Group]) -> Non
     assert policy.update(denominator, 1e-2)["updated"] == 1.0
 
 
-def test_a_reference_in_the_trainer_stays_where_the_policy_was(
-    make_policy: Callable[..., Policy], tmp_path: Path
-) -> None:
+def test_a_reference_in_the_trainer_stays_where_the_policy_was(make_policy: Callable[..., Any], tmp_path: Path) -> None:
     config = run(REFERENCE, tmp_path, reference={"place": "trainer", "refresh_every": 2})
-    policy = make_policy()
+    policy = alone(make_policy(), config)
     roles = Roles(config, policy)
     roles.begin()
     before = [score(policy, group, config) for group in groups(config)]
@@ -72,12 +99,11 @@ def test_a_reference_in_the_trainer_stays_where_the_policy_was(
         np.testing.assert_array_equal(score(policy, group, config), new, err_msg="scoring moved the policy")
 
 
-def test_a_reference_from_a_folder(make_policy: Callable[..., Policy], untied_folder: Path, tmp_path: Path) -> None:
+def test_a_reference_from_a_folder(make_policy: Callable[..., Any], untied_folder: Path, tmp_path: Path) -> None:
     config = run(REFERENCE, tmp_path, reference={"place": "trainer", "path": str(untied_folder)})
-    policy, other = make_policy(untied_folder), make_policy(untied_folder)
-    policy.load_state_dict(
-        {**policy.state_dict(), **{k: v * 1.1 for k, v in policy.state_dict().items() if "model." in k}}
-    )
+    policy, other = alone(make_policy(untied_folder), config), alone(make_policy(untied_folder), config)
+    for parameter in policy.local.chunks[0].parameters():
+        parameter.data.mul_(1.1)
     roles = Roles(config, policy)
     roles.begin()
     group = groups(config)[0]
@@ -87,11 +113,11 @@ def test_a_reference_from_a_folder(make_policy: Callable[..., Policy], untied_fo
 
 
 def test_the_critic_learns_the_returns_and_leaves_the_policy_alone(
-    make_policy: Callable[..., Policy], tmp_path: Path
+    make_policy: Callable[..., Any], tmp_path: Path
 ) -> None:
     critic = {"optimizer": {"lr": 1e-2}, "warmup_steps": 3}
     config = run(PPO, tmp_path, critic=critic)
-    policy = make_policy()
+    policy = alone(make_policy(), config)
     roles = Roles(config, policy)
     roles.begin()
     assert [roles.policy_waits(step) for step in (0, 2, 3)] == [True, True, False]
@@ -115,41 +141,40 @@ def test_the_critic_learns_the_returns_and_leaves_the_policy_alone(
     ids=["critic", "reference"],
 )
 def test_a_checkpoint_goes_on_bit_for_bit(
-    make_policy: Callable[..., Policy], tmp_path: Path, algorithm: dict[str, Any], sections: dict[str, Any]
+    make_policy: Callable[..., Any], tmp_path: Path, algorithm: dict[str, Any], sections: dict[str, Any]
 ) -> None:
     config = run(algorithm, tmp_path, **sections)
-    first = Roles(config, make_policy())
+    first = Roles(config, alone(make_policy(), config))
     first.begin()
     filled = groups(config)
     for group in filled:
         first.fill(group)
     first.learn(filled, 0)
     policy_update(first.policy, config, filled)
-    saved = {name: tensor.clone() for name, tensor in (first.policy.state_dict() | first.state_dict()).items()}
-    second = Roles(config, make_policy(seed=7))
-    second.policy.load_state_dict(saved)
-    second.load_state_dict(saved, step=1)
+    saved = state(first)
+    second = Roles(config, alone(make_policy(seed=7), config))
+    restore(second, saved, tmp_path)
     for roles in (first, second):
         roles.fill(filled[0])
         roles.learn([filled[0]], 1)
-    for name, tensor in (first.policy.state_dict() | first.state_dict()).items():
-        assert torch.equal(tensor, (second.policy.state_dict() | second.state_dict())[name]), name
-    with pytest.raises(StateMismatch):
-        second.load_state_dict(second.policy.state_dict(), step=1)
+    assert equal(state(first), state(second))
+    bare = {name: tensor for name, tensor in saved.items() if not name.startswith(("critic/", "reference/"))}
+    with pytest.raises(StateMismatch, match="it is of a run with other models"):
+        restore(second, bare, tmp_path)
 
 
 def test_the_reference_for_a_process_of_its_own_is_written_when_due(
-    make_policy: Callable[..., Policy], tmp_path: Path
+    make_policy: Callable[..., Any], tmp_path: Path
 ) -> None:
     config = run(REFERENCE, tmp_path, reference={"refresh_every": 2})
-    roles = Roles(config, make_policy())
+    roles = Roles(config, alone(make_policy(), config))
     roles.begin()
     assert set(references.written(config)) == {0}
     for step in range(1, 7):
         roles.moved(step)
     assert set(references.written(config)) == {4, 6}, "the newest two"
     assert references.newest(config) == (6, references.folder(config, 6))
-    roles.load_state_dict(roles.policy.state_dict(), step=5)
+    roles.restore(tmp_path / "unused", step=5)
     assert set(references.written(config)) == {4}, "step 6 is undone"
     roles.begin()
     assert set(references.written(config)) == {0}, "a new run in the same folder begins anew"

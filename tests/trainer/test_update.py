@@ -21,7 +21,7 @@ def fed(algorithm: dict[str, Any]) -> tuple[list[int], Any]:
     found = [update.add(group_of([1.0, float(i % 2)], [4, 3 + i], run, number=i)) for i in range(4)]
     assert update.complete
     assert [group.issue for group in update.groups] == [0, 1, 2, 3]
-    return [len(batches) for batches in found], [batch for batches in found for batch in batches]
+    return [len(spreads) for spreads in found], [batch for spreads in found for one in spreads for batch in one.batches]
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gspo"])

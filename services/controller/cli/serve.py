@@ -44,8 +44,13 @@ def serve(
 
     `slipstream serve rollout --nats nats://10.0.0.5:4222 --run sort-letters --replica rollout-1`
 
+    A trainer over several hosts: `torchrun` starts the ranks, and rank 0 speaks to the broker.
+
+    `torchrun --nnodes 2 --nproc-per-node 8 ... -m services.controller.cli serve trainer --nats nats://10.0.0.5:4222 --run big`
+
     Exit codes: 0 drained or the run is over, 1 failed, 2 config, 3 broker, 4 another one is active.
     """
+    import os
     from importlib import import_module
 
     from shared.parent import die_with_parent
@@ -53,6 +58,8 @@ def serve(
     if parent is not None:
         die_with_parent(parent)
     try:
+        if service is Service.trainer and int(os.environ.get("RANK", "0")) > 0:
+            raise typer.Exit(import_module("services.trainer.follower").main())
         module = import_module(ROLES.get(service.value, f"services.{service.value}.main"))
     except ModuleNotFoundError as error:
         extra = "rollout" if service.value in ROLES else service.value

@@ -38,6 +38,9 @@ MAY_CHANGE = (
     "teacher.replicas",
     "trainer.threads",
     "trainer.checkpoint",
+    "trainer.megatron",  # checkpoints depend on no layout
+    "trainer.rank_timeout_s",
+    "trainer.ranks",
     "dcs.host",
     "dcs.port",
     "dcs.timeout_s",

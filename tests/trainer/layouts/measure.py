@@ -1,0 +1,152 @@
+"""What is compared between layouts: two GRPO updates of a small model, seen from the outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.trainer.algorithms.reductions import merge
+from services.trainer.batches import TrainSample
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.objectives import Objective
+from services.trainer.ranks import RankedPolicy
+from services.trainer.spread import spread
+from shared.algorithms import GrpoConfig
+from shared.config import RunConfig, parse
+from tests.trainer.conftest import samples
+from tests.trainer.models import VOCABULARY
+
+BUDGET = 64
+GRPO = Objective("policy", GrpoConfig())
+
+
+def run_config(folder: Path, ranks: int, megatron: dict[str, Any], **trainer: Any) -> RunConfig:
+    """The least that a run file needs, around `trainer.megatron`."""
+    return parse(
+        {
+            "run": "layouts",
+            "steps": 1,
+            "groups_per_step": 1,
+            "samples_per_group": 2,
+            "model": {"path": str(folder)},
+            "prompts": {"source": "unused.prompts"},
+            "reward": {"functions": [{"path": "unused.reward"}]},
+            "sampling": {"max_new_tokens": 16, "max_prompt_tokens": 16},
+            "trainer": {
+                "ranks": ranks,
+                "megatron": megatron,
+                "micro_batch_tokens": BUDGET,
+                # A large epsilon: Adam would blow rounding up where a gradient is almost zero.
+                "optimizer": {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1},
+                **trainer,
+            },
+        },
+        "tests",
+    )
+
+
+def update(policy: RankedPolicy, seed: int) -> dict[str, float]:
+    """One GRPO update on samples that depend on the seed only; its metrics."""
+    units = [(sample,) for sample in samples(24, seed=seed)]
+    sums = merge(policy.forward_backward(one, GRPO, 0.9) for one in spread(units, BUDGET, policy.layout))
+    return {**sums, **policy.update(sums["denominator"], 1e-2)}
+
+
+def measure(policy: RankedPolicy, out: Path, earlier: Path | None = None) -> None:
+    """Losses, gradients, scores, weights and a checkpoint, into `out`; and how it goes on from the checkpoint in `earlier`."""
+    out.mkdir(parents=True)
+    save_file({name: tensor.clone() for name, tensor in policy.hf_tensors()}, out / "loaded.safetensors")
+    units = [(sample,) for sample in samples(24, seed=5)]
+    scores = [found for one in spread(units, BUDGET, policy.layout) for found in policy.score(one, 0.9, top=3)]
+    first = spread(units, BUDGET, policy.layout)
+    sums = merge(policy.forward_backward(one, GRPO, 0.9) for one in first)
+    mean = {name: tensor.clone() / sums["denominator"] for name, tensor in policy.gradients()}
+    save_file(mean, out / "gradients.safetensors")
+    outcome = policy.update(sums["denominator"], 1e-2)
+    second = update(policy, seed=6)
+    save_file({name: tensor.clone() for name, tensor in policy.hf_tensors()}, out / "trained.safetensors")
+    store = CheckpointStore(out / "checkpoints")
+    store.save(2, policy.state_specs(), policy.state_tensors(), {})
+    third = update(policy, seed=7)
+    if earlier is not None:
+        resume(policy, earlier)
+    numbers = {
+        "first": {**sums, **outcome},
+        "second": second,
+        "third": third,
+        "resumed": update(policy, seed=7) if earlier is not None else third,
+        "logprob_sum": float(sum(found.logprobs_N.double().sum() for found in scores)),
+        "entropy_sum": float(sum(found.entropy_N.double().sum() for found in scores)),
+        "top_sum": float(sum(found.top_logprobs_NK.double().sum() for found in scores)),
+    }
+    (out / "numbers.json").write_text(json.dumps(numbers))
+
+
+def resume(policy: RankedPolicy, out: Path) -> None:
+    """Restore the checkpoint that `measure` left in `out`."""
+    found = CheckpointStore(out / "checkpoints").load()
+    assert found is not None
+    policy.restore(found.tensors)
+
+
+def all_logprobs(policy: Any) -> torch.Tensor:
+    """[N, V] log-probabilities of the whole vocabulary after each token of some sequences."""
+    found = [
+        scores
+        for one in spread([(sample,) for sample in _whole_sequences()], 1000, policy.layout)
+        for scores in policy.score(one, top=VOCABULARY)
+    ]
+    ids_NV = torch.cat([scores.top_ids_NK for scores in found])
+    return torch.cat([scores.top_logprobs_NK for scores in found]).gather(1, ids_NV.argsort(1))
+
+
+def transformers_logprobs(folder: Path) -> torch.Tensor:
+    """The same from transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return torch.cat(
+            [
+                model(torch.from_numpy(sample.ids.astype("int64"))[None]).logits[0, :-1].log_softmax(-1)
+                for sample in _whole_sequences()
+            ]
+        )
+
+
+def _whole_sequences() -> list[TrainSample]:
+    """Ascending lengths, as a micro-batch orders them."""
+    rng = np.random.default_rng(3)
+    return [
+        TrainSample(
+            group_id="0-0",
+            ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+            prompt_len=1,
+            mask=np.ones(length - 1, dtype=np.uint8),
+            logprobs=np.zeros(length - 1, dtype=np.float32),
+            advantage=0.0,
+        )
+        for length in (5, 9, 30)
+    ]
+
+
+def means(sums: dict[str, float]) -> dict[str, float]:
+    """Sums over tokens as means; what is none stays."""
+    kept = {"denominator", "tokens", "sequences", "nonfinite_logprobs", "grad_norm", "updated", "lr"}
+    return {
+        name: value if name in kept or name.endswith("_max") else value / sums["denominator"]
+        for name, value in sums.items()
+    }
+
+
+def tensors(out: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(out / f"{name}.safetensors")
+
+
+def numbers(out: Path) -> dict[str, Any]:
+    return json.loads((out / "numbers.json").read_text())

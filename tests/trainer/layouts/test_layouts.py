@@ -1,0 +1,179 @@
+"""Every layout of ranks computes what one process computes: losses, gradients, two GRPO updates, exported weights, and a resume.
+
+One launch of torchrun for all layouts of two ranks and one for all of four: gloo on the CPU, float32. Sums over a micro-batch are
+compared as means over its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.ranks import RankedPolicy
+from tests.trainer.layouts.measure import (
+    means,
+    measure,
+    numbers,
+    resume,
+    run_config,
+    tensors,
+    transformers_logprobs,
+    update,
+)
+from tests.trainer.models import build_model
+
+TOLERANCE = 1e-6
+TIMEOUT_S = 300
+
+T, P, C = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+E, ET, V = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
+SP, DO = {"sequence_parallel": True}, {"use_distributed_optimizer": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    2: {
+        "tp2": ("qwen3", {T: 2}),
+        "tp2-sp": ("qwen3", {T: 2, **SP}),
+        "tp2-recompute": ("qwen3", {T: 2, **RECOMPUTE}),
+        "pp2": ("qwen3", {P: 2}),
+        "pp2-virtual": ("qwen3", {P: 2, V: 2}),
+        "dp2": ("qwen3", {}),
+        "dp2-distopt": ("qwen3", DO),
+        "cp2": ("qwen3", {C: 2}),
+        "cp2-distopt": ("qwen3", {C: 2, **DO}),
+        "tp2-sp-experts": ("qwen3_moe", {T: 2, **SP}),
+        "ep2": ("qwen3_moe", {E: 2}),
+        "ep2-distopt": ("qwen3_moe", {E: 2, **DO}),
+    },
+    4: {
+        "tp2-pp2": ("qwen3", {T: 2, P: 2, **SP}),
+        "tp2-dp2": ("qwen3", {T: 2}),
+        "pp2-dp2": ("qwen3", {P: 2}),
+        "pp2-dp2-distopt": ("qwen3", {P: 2, **DO}),
+        "cp2-tp2": ("qwen3", {C: 2, T: 2, **SP}),
+        "ep2-pp2": ("qwen3_moe", {E: 2, P: 2}),
+        "ep2-cp2": ("qwen3_moe", {E: 2, C: 2}),
+        "ep2-etp2": ("qwen3_moe", {E: 2, T: 2, ET: 2, **SP}),
+        "ep2-tp2": ("qwen3_moe", {E: 2, T: 2, ET: 1, **SP, **DO}),
+    },
+}
+ALL = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
+FAMILIES = ("qwen2", "llama", "qwen3", "qwen3_moe")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks are tried on Linux only")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, and what one process makes of them."""
+    from services.trainer.build import build
+
+    root = tmp_path_factory.mktemp("layouts")
+    for family in FAMILIES:
+        build_model(root / family, family, tied=family == "qwen3")
+    for family in ("qwen3", "qwen3_moe"):
+        measure(build(run_config(root / family, 1, {})), root / "results" / family)
+    return root
+
+
+@pytest.fixture(scope="module")
+def launched(root: Path) -> Callable[[int], Path]:
+    """`launched(ranks)`: the results of all layouts of so many ranks, by one launch."""
+    done: dict[int, str] = {}
+
+    def launch(ranks: int) -> Path:
+        if ranks not in done:
+            done[ranks] = ""
+            layouts = {
+                name: {"model": model, "megatron": megatron, "only_logprobs": False}
+                for name, (model, megatron) in LAYOUTS[ranks].items()
+            }
+            if ranks == 2:
+                layouts |= {
+                    f"{family}-logprobs": {
+                        "model": family,
+                        "megatron": {T: 2, **(SP if family == "qwen3_moe" else {})},
+                        "only_logprobs": True,
+                    }
+                    for family in FAMILIES
+                }
+            done[ranks] = torchrun(ranks, json.dumps({"ranks": ranks, "layouts": layouts}), str(root))
+        assert not done[ranks], done[ranks]
+        return root / "results"
+
+    return launch
+
+
+def torchrun(ranks: int, *arguments: str) -> str:
+    """Why it failed, or nothing."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    found = subprocess.run(
+        [sys.executable, *launcher, "-m", "tests.trainer.layouts.worker", *arguments],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return f"done: {found.stdout}\n{found.stderr}" if found.returncode else ""
+
+
+@pytest.mark.parametrize(("ranks", "name"), ALL, ids=[name for _, name in ALL])
+def test_a_layout_computes_what_one_process_computes(
+    ranks: int, name: str, launched: Callable[[int], Path], root: Path
+) -> None:
+    results = launched(ranks)
+    ours, reference = results / name, results / LAYOUTS[ranks][name][0]
+    for what, tolerance in (("loaded", 0.0), ("gradients", TOLERANCE), ("trained", TOLERANCE)):
+        found, expected = tensors(ours, what), tensors(reference, what)
+        assert found.keys() == expected.keys()
+        for tensor in expected:
+            torch.testing.assert_close(found[tensor], expected[tensor], rtol=0, atol=tolerance, msg=f"{what} {tensor}")
+    found, expected = numbers(ours), numbers(reference)
+    for phase in ("first", "second", "third", "resumed"):
+        assert means(found[phase]) == pytest.approx(means(expected[phase]), rel=5e-6, abs=TOLERANCE), phase
+    for total in ("logprob_sum", "entropy_sum", "top_sum"):
+        assert found[total] == pytest.approx(expected[total], rel=1e-6), total
+
+
+@pytest.mark.parametrize(("ranks", "name"), ALL, ids=[name for _, name in ALL])
+def test_one_process_goes_on_from_a_checkpoint_of_any_layout(
+    ranks: int, name: str, launched: Callable[[int], Path], root: Path, policies: Callable[[str], RankedPolicy]
+) -> None:
+    results, model = launched(ranks), LAYOUTS[ranks][name][0]
+    policy = policies(model)
+    resume(policy, results / name)
+    expected = numbers(results / model)["third"]
+    assert means(update(policy, seed=7)) == pytest.approx(means(expected), rel=5e-6, abs=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def policies(root: Path) -> Callable[[str], RankedPolicy]:
+    """One policy of one process for each model, used again."""
+    from services.trainer.build import build
+
+    built: dict[str, RankedPolicy] = {}
+
+    def get(model: str) -> RankedPolicy:
+        if model not in built:
+            built[model] = build(run_config(root / model, 1, {}))
+        return built[model]
+
+    return get
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_two_ranks_are_those_of_transformers(
+    family: str, launched: Callable[[int], Path], root: Path
+) -> None:
+    ours = tensors(launched(2) / f"{family}-logprobs", "logprobs")["logprobs"]
+    torch.testing.assert_close(ours, transformers_logprobs(root / family), rtol=0, atol=1e-5)
