@@ -31,6 +31,7 @@ import psutil
 
 from services.controller.launchers.model import ensure_model
 from services.trainer.megatron.policy import Policy
+from services.trainer.ranks import RankedPolicy
 from services.trainer.start import demonstrations
 from services.trainer.warm_start import run_warm_start
 from shared import config as run_config
@@ -105,7 +106,7 @@ def warm_model(folder: Path, seed: int) -> Path:
     asyncio.run(ensure_model(config))
     warm = config.trainer.warm_start
     assert warm is not None
-    policy = Policy.create(config.path(config.model.path), config.trainer, seed=seed)
+    policy = RankedPolicy.alone(Policy.create(config.path(config.model.path), config.trainer, seed=seed))
     run_warm_start(policy, demonstrations(config, warm), warm, token_budget=config.trainer.micro_batch_tokens)
     policy.save_hf(folder)
     return folder
