@@ -50,6 +50,8 @@ CONNECT_DEADLINE_S = 10.0
 CONFIG_DEADLINE_S = 30.0
 STATE_POLL_S = 1.0
 BEAT_EVERY_S = 2.0
+CHANGE_EVERY_S = 0.5
+"""A state that lasts for less than this is not worth a write."""
 
 
 class ServiceFailed(RuntimeError):
@@ -81,7 +83,7 @@ class Context:
         self._heartbeat = Heartbeat(
             service, replica, "", 0, -1, -1, {}, socket.gethostname(), os.getpid(), self.started, self.started
         )
-        self._beaten = 0.0
+        self._beaten, self._told = 0.0, ""
         self._beating = asyncio.Lock()
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
@@ -115,7 +117,7 @@ class Context:
         **detail: Any,
     ) -> None:
         """Tell the registry that the worker's loop came by here; what is not given stays as it was. Writes at most every two
-        seconds, or when `state` changes."""
+        seconds, or every half when `state` is another than was written last."""
         last, now = self._heartbeat, time.monotonic()
         self._heartbeat = replace(
             last,
@@ -126,9 +128,9 @@ class Context:
             detail=detail or last.detail,
             at=time.time(),
         )
-        if self._beating.locked() or (now - self._beaten < BEAT_EVERY_S and state == last.state):
+        if self._beating.locked() or now - self._beaten < (BEAT_EVERY_S if state == self._told else CHANGE_EVERY_S):
             return
-        self._beaten = now
+        self._beaten, self._told = now, state
         try:
             async with self._beating:
                 await self.registry.beat(self._heartbeat)

@@ -24,6 +24,7 @@ from tests.shared.runs import make_config, until
 @pytest.fixture
 async def ctx(broker, connect, run_name, monkeypatch) -> AsyncIterator[Context]:
     monkeypatch.setattr(service, "BEAT_EVERY_S", 0.05)
+    monkeypatch.setattr(service, "CHANGE_EVERY_S", 0.0)
     connection: Connection = await connect(broker.url)
     subjects = Subjects(run_name)
     kv = await KV.open(connection, subjects.config_bucket)
@@ -54,6 +55,27 @@ async def test_what_a_beat_does_not_say_stays_as_it_was(ctx):
     await ctx.beat("idle")
     beat = await seen(ctx)
     assert (beat.state, beat.progress, beat.version, beat.step, beat.detail) == ("idle", 3, 7, 2, {"running": 4})
+
+
+async def test_states_that_come_and_go_are_not_each_written(ctx, monkeypatch):
+    monkeypatch.setattr(service, "BEAT_EVERY_S", 60.0)
+    monkeypatch.setattr(service, "CHANGE_EVERY_S", 0.3)
+    written = []
+
+    async def note(beat: Heartbeat) -> None:
+        written.append(beat.state)
+
+    ctx.registry.beat = note
+    for _ in range(50):
+        await ctx.beat("scoring")
+        await ctx.beat("idle")
+    assert written == ["scoring"]
+
+    async def told() -> bool:
+        await ctx.beat("idle")
+        return written == ["scoring", "idle"]
+
+    await until(told, "the state that lasts is written")
 
 
 async def test_the_loop_beats_while_it_waits_for_something_it_vouches_for(ctx):
