@@ -82,7 +82,8 @@ class EmbeddedBroker:
     """Start with `start` or as a context manager (sync or async). `port=0` takes a free port and keeps it over restarts.
 
     `sync="always"` writes every message through to the disk: survives a power cut, about five times slower. `options` are
-    nats-server's own, merged into its configuration file.
+    nats-server's own, merged into its configuration file. `tied` lets the kernel end the server with the thread that started
+    it (Linux only): for tests, which leave nothing behind even when they are killed.
     """
 
     host = "127.0.0.1"
@@ -93,11 +94,13 @@ class EmbeddedBroker:
         port: int = 0,
         sync: Literal["default", "always"] = "default",
         options: Mapping[str, Any] | None = None,
+        tied: bool = False,
     ) -> None:
         if sync not in SYNC_INTERVAL:
             raise ValueError(f"sync: {sync!r} is not one of {', '.join(SYNC_INTERVAL)}")
         self.store, self.port, self.sync = Path(store), port, sync
         self.options = dict(options or {})
+        self.tied = tied
         self.log_file = self.store / "nats-server.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: int | None = None
@@ -213,9 +216,11 @@ class EmbeddedBroker:
     def _launch(self, binary: Path, config: Path) -> None:
         assert self._lock is not None
         self.log_file.write_bytes(b"")
+        setpriv = shutil.which("setpriv") if self.tied else None
+        tie = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         try:
             self._process = subprocess.Popen(
-                [str(binary), "-c", str(config)],
+                [*tie, str(binary), "-c", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self.log_file.open("ab"),

@@ -18,14 +18,14 @@ ROOMY = {"jetstream": {"max_file_store": 1 << 42}}
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]:
     """One broker for the whole session. Nobody kills it; a run name of its own keeps each test apart."""
-    with EmbeddedBroker(tmp_path_factory.mktemp("broker"), options=ROOMY) as running:
+    with EmbeddedBroker(tmp_path_factory.mktemp("broker"), options=ROOMY, tied=True) as running:
         yield running
 
 
 @pytest.fixture
 def own_broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
     """A broker of this test alone, which may be killed and restarted."""
-    with EmbeddedBroker(tmp_path / "broker", options=ROOMY) as running:
+    with EmbeddedBroker(tmp_path / "broker", options=ROOMY, tied=True) as running:
         yield running
 
 

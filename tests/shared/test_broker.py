@@ -105,11 +105,30 @@ def test_store_stays_locked_while_the_server_outlives_its_parent(tmp_path: Path)
     finally:
         os.kill(pid, signal.SIGKILL)
     parent.stdout.close()
+    start_as_soon_as_free(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
+def test_tied_broker_ends_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import time; from shared.broker import EmbeddedBroker; "
+        f"b = EmbeddedBroker({str(tmp_path)!r}, tied=True).start(); print(b.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert int(parent.stdout.readline()) > 0
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    start_as_soon_as_free(tmp_path)
+
+
+def start_as_soon_as_free(store: Path) -> None:
     deadline = time.monotonic() + 10
     while True:
         try:
-            EmbeddedBroker(tmp_path).start().stop()
-            break
+            EmbeddedBroker(store).start().stop()
+            return
         except StoreInUse:
             assert time.monotonic() < deadline, "the lock outlived the server"
             time.sleep(0.02)

@@ -423,9 +423,10 @@ class TestDeadLetters:
         await queue.publish(queue.subjects.reward_requests, b"not a record", "0-8")
         puller = await queue.pull("rewards", "scorer", prefetch=0, max_deliveries=2, stage="reward")
         seen: Counter[str] = Counter()
-        while (delivery := await puller.next(1.0)) is not None:
-            seen[delivery.msg_id] += 1
-            await delivery.nak()
+        while queue.dead_lettered < 2:
+            if (delivery := await puller.next(0.1)) is not None:
+                seen[delivery.msg_id] += 1
+                await delivery.nak()
         assert seen == {"0-7": 2, "0-8": 2}
         letters = [wire.decode(data, DeadLetter) async for data, _ in queue.read("dead")]
         assert {letter.group_id: letter.payload for letter in letters} == {"0-7": payload, "0-8": b"not a record"}
