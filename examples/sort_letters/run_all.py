@@ -38,7 +38,8 @@ def main() -> int:
             if key in known:
                 continue
             known[key] = run(name, seed, options.set)
-            options.out.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+            lines = (f"{json.dumps(one)}: {json.dumps(known[one])}" for one in sorted(known))  # a line a run
+            options.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             print(json.dumps({"run": key} | {k: v for k, v in known[key].items() if k != "rewards"}), flush=True)
     asked = [known[f"{name}/{seed}"] for seed in options.seeds for name in options.names]
     return 0 if all(one["reached"] for one in asked) else 1

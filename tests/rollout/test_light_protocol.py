@@ -34,6 +34,14 @@ LIMITS = Limits(vocab=100, context_length=50, max_total_tokens=64, eos_ids=froze
             {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}, "logprob_start_len": 2},
             "logprob_start_len: 2 is not in -1..1",
         ),
+        (
+            {"input_ids": [1, 2], "top_logprobs_num": 3, "sampling_params": {"max_new_tokens": 1}},
+            "top_logprobs_num: the light engine gives the likeliest tokens of a prompt",
+        ),
+        (
+            {"input_ids": [1, 2], "top_logprobs_num": 101, "sampling_params": {"max_new_tokens": 1}},
+            "top_logprobs_num: 101 is not in 0..100",
+        ),
         ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, "stop: not supported"),
         ({"input_ids": [1], "sampling_params": {"heat": 1}}, "heat: unknown field of sampling_params"),
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature: -1 is not in 0"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.model_folder import ModelFolderError, read_architecture
+from services.trainer.model_folder import ModelFolderError, check_same_vocabulary, read_architecture
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -131,3 +131,22 @@ def test_missing_field_is_named(tmp_path: Path) -> None:
 def test_unsupported_variants_are_refused(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(ModelFolderError, match="support"):
         read_architecture(write(tmp_path, **{field: value}))
+
+
+def test_two_models_share_a_vocabulary_or_are_refused(tmp_path: Path) -> None:
+    def folder(name: str, size: int, tokens: dict[str, int]) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({"vocab_size": size}))
+        added = [{"content": "<end>", "id": len(tokens)}]
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": added}))
+        return path
+
+    policy = folder("policy", 4, {"a": 0, "b": 1})
+    check_same_vocabulary(policy, folder("same", 4, {"a": 0, "b": 1}))
+    with pytest.raises(ModelFolderError, match="larger: vocab_size is 8, but the policy's .* is 4"):
+        check_same_vocabulary(policy, folder("larger", 8, {"a": 0, "b": 1}))
+    with pytest.raises(ModelFolderError, match="the token 'a' has the id 1, but 0 in the policy's tokenizer"):
+        check_same_vocabulary(policy, folder("swapped", 4, {"a": 1, "b": 0}))
+    with pytest.raises(ModelFolderError, match="nowhere: no such folder"):
+        check_same_vocabulary(policy, tmp_path / "nowhere")
