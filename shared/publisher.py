@@ -50,8 +50,9 @@ STORE_FAILED = 10077
 
 WRONG_LAST = 10071
 """The subject has a message already, and the publisher asked for it to be the first."""
-ONCE = {"Nats-Expected-Last-Subject-Sequence": "0"}
-"""Headers of a message that is stored only as the first of its subject, for as long as that one is kept."""
+ONCE = {"Nats-Expected-Last-Subject-Sequence": "0", "Slipstream-Once": "1"}
+"""Headers of a message that is stored only as the first of its subject, for as long as that one is kept; the second tells it from
+a KV create, for which not being the first is an error."""
 
 UNSENT, SENT, DONE = range(3)
 
