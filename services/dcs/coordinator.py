@@ -59,6 +59,8 @@ class Coordinator:
         """The stored state is known to be the one in memory."""
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
+        self._grouped: set[str] = set()
+        """Who was in the last group that this process formed."""
 
     @property
     def state(self) -> State:
@@ -131,6 +133,7 @@ class Coordinator:
     async def announce(self, version: int, publisher: str, epoch: int, host: str, port: int) -> Version:
         manifest = await self._manifest(self._rules.get(version))
         alive = await self._alive()
+        epoch_before = self.state.epoch
         known = await self.change(
             lambda rules: rules.announce(
                 version, publisher=publisher, epoch=epoch, host=host, port=port, alive=alive, now=time.time()
@@ -140,7 +143,19 @@ class Coordinator:
         await self._publish(known, manifest)
         reach("dcs.announced")
         await asyncio.to_thread(self._prune)
+        if known.group is not None and known.group.epoch > epoch_before:
+            await self._tell_regrouping(known.group)
         return known
+
+    async def _tell_regrouping(self, group: Group) -> None:
+        """A new process group stands, because members came or went, or because the last one broke."""
+        before, now = self._grouped, set(group.ranks())
+        self._grouped = now
+        changes = [f"{name} came" for name in sorted(now - before)] + [f"{name} went" for name in sorted(before - now)]
+        cause = ", ".join(changes) or "the last one broke, or its publisher was replaced"
+        await self._events.publish(
+            "regrouped", f"epoch {group.epoch}: {cause}", epoch=group.epoch, members=sorted(now), cause=cause
+        )
 
     async def finish(self, version: int, publisher: str, ok: bool, error: str, seconds: dict[str, float]) -> Version:
         known = await self.change(

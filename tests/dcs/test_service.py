@@ -18,7 +18,8 @@ from services.dcs.versions import STATE_KEY, State
 from services.trainer.weight_copy import Copier, write_snapshot
 from shared.broker import EmbeddedBroker
 from shared.errors import AlreadyActive, Conflict
-from shared.records import Received
+from shared.records import Event, Received
+from shared.wire import decode
 from tests.dcs.conftest import World, weights
 from tests.shared.runs import until
 
@@ -236,3 +237,26 @@ async def test_weights_go_on_after_the_broker_was_killed(
             await publisher.settled()
             await replica.holds(version)
         assert await replica.engine.value() == 2.0
+
+
+async def test_each_new_group_is_an_event_with_its_cause(make_world: object) -> None:
+    world: World = await make_world()  # type: ignore[operator]
+    dcs = await coordinator(world)
+    await dcs.join("rollout-a", "a1", 1)
+
+    async def announce(step: int, epoch: int) -> int:
+        version = await allocate(dcs, step)
+        snapshot(world, version, step)
+        known = await dcs.announce(version, "p", epoch, "127.0.0.1", 7001)
+        assert known.group is not None
+        return known.group.epoch
+
+    epoch = await announce(1, 0)
+    await dcs.join("rollout-b", "b1", 1)
+    epoch = await announce(2, epoch)
+    await dcs.leave("rollout-a", "a1", gone=True)
+    await announce(3, epoch)
+    ctx = await world.context("reward", "looks")
+    told = [decode(data, Event) async for data, _ in ctx.queue.read("events")]
+    causes = [event.detail["cause"] for event in told if event.kind == "regrouped"]
+    assert causes == ["rollout-a came", "rollout-b came", "rollout-a went"]
