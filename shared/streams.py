@@ -55,7 +55,7 @@ SPECS = {
         StreamSpec("dead", "limits", "old", 0.03),
         # Payloads above MESSAGE_LIMIT. Those of work queues go when their message is acked, those of logs when room is needed.
         StreamSpec("blobs", "limits", "new", 0.20, per_subject=1),
-        StreamSpec("archive", "limits", "old", 0.09, per_subject=1),
+        StreamSpec("archive", "limits", "old", 0.10, per_subject=1),
     )
 }
 assert tuple(SPECS) == STREAMS
