@@ -1,10 +1,11 @@
 """Checkpoints that a crash cannot spoil.
 
-A checkpoint is a folder `checkpoint-<sequence>-step-<step>` with the tensors (safetensors), everything else (msgpack) and a
-manifest with size and sha256 of both. It is written under another name, synced, renamed in one step, and the parent folder
-is synced: it is there completely or not at all, and saving never touches an older one. `sequence` only grows, so the newest
-is known even after a rollback to an earlier step. What goes and what stays is decided after the new one is durable: the newest
-`keep` stay, those at every `keep_every`-th step, and the `keep_best` with the highest score.
+A checkpoint is a folder `checkpoint-<sequence>-step-<step>` with the tensors (safetensors), everything else (msgpack), the
+model's config and tokenizer, by which it can be exported without anything else, and a manifest with size and sha256 of all. It is
+written under another name, synced, renamed in one step, and the parent folder is synced: it is there completely or not at all,
+and saving never touches an older one. `sequence` only grows, so the newest is known even after a rollback to an earlier step.
+What goes and what stays is decided after the new one is durable: the newest `keep` stay, those at every `keep_every`-th step, and
+the `keep_best` with the highest score.
 
 Failpoints mark the steps (shared/failpoints.py). Who has claimed the folder last is the only one who may save: a trainer that was
 stopped, replaced and woken again gets `CheckpointTaken` instead of putting a lost history in front of the present one. The
@@ -30,11 +31,12 @@ import msgpack
 import torch
 from safetensors import SafetensorError, safe_open
 
+from services.trainer.hf_folder import companions
 from services.trainer.tensorfile import DiskFullError, Spec, TensorWriter, disk_errors, fsync_folder
 from shared.failpoints import reach
 
 FORMAT = 2
-TENSORS, META, MANIFEST = "state.safetensors", "meta.msgpack", "manifest.msgpack"
+TENSORS, META, MANIFEST, MODEL = "state.safetensors", "meta.msgpack", "manifest.msgpack", "model"
 NAME = re.compile(r"checkpoint-(\d{8})-step-(\d{8})")
 UNFINISHED, DAMAGED = "saving-", "damaged-"
 CLAIM = "claim-"
@@ -84,8 +86,15 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run in one folder. One process at a time may save."""
 
-    def __init__(self, folder: str | Path, keep: int = 2, keep_every: int = 0, keep_best: int = 0) -> None:
-        self.folder = Path(folder)
+    def __init__(
+        self,
+        folder: str | Path,
+        keep: int = 2,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        model_folder: Path | None = None,
+    ) -> None:
+        self.folder, self.model_folder = Path(folder), model_folder
         self.keep, self.keep_every, self.keep_best = max(1, keep), keep_every, keep_best
         self._claim = 0
 
@@ -148,6 +157,7 @@ class CheckpointStore:
             files = {TENSORS: _write_tensors(unfinished / TENSORS, specs, tensors)}
             packed = msgpack.packb({"format": FORMAT, "step": step, "meta": dict(meta)}, use_bin_type=True)
             files[META] = _write(unfinished / META, packed)
+            files |= self._copy_companions(unfinished)
             manifest = {"format": FORMAT, "files": files, "score": score}
             _write(unfinished / MANIFEST, msgpack.packb(manifest, use_bin_type=True))
             fsync_folder(unfinished)
@@ -177,7 +187,7 @@ class CheckpointStore:
         damaged: list[Damage] = []
         for entry in reversed(candidates):
             try:
-                meta = _read(entry)
+                meta = _read(entry.path)
             except (_Damaged, OSError) as error:
                 damaged.append(self._set_aside(entry, str(error)))
                 continue
@@ -189,6 +199,17 @@ class CheckpointStore:
                 "copy of one back, or start a new run under another name"
             )
         return None
+
+    def _copy_companions(self, target: Path) -> dict[str, Any]:
+        if self.model_folder is None:
+            return {}
+        (target / MODEL).mkdir()
+        found = {
+            f"{MODEL}/{path.name}": _write(target / MODEL / path.name, path.read_bytes())
+            for path in companions(self.model_folder)
+        }
+        fsync_folder(target / MODEL)
+        return found
 
     def _superfluous(self) -> list[Entry]:
         entries, best = self.entries(), list[Entry]()
@@ -240,16 +261,25 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _read(entry: Entry) -> dict[str, Any]:
+def verify(path: Path) -> None:
+    """CheckpointError unless the folder is a whole checkpoint."""
+    try:
+        _read(path)
+    except (_Damaged, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole checkpoint ({error})") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
     """The meta of a checkpoint whose every file is verified."""
-    manifest = _unpack(entry.path / MANIFEST)
+    manifest = _unpack(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise _Damaged(f"{MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}")
-    for name in (TENSORS, META):
-        _verify(entry.path / name, manifest.get("files", {}).get(name, {}))
-    meta = _unpack(entry.path / META)
+    files = manifest.get("files", {})
+    for name in {TENSORS, META, *files}:
+        _verify(path / name, files.get(name, {}))
+    meta = _unpack(path / META)
     try:
-        with safe_open(entry.path / TENSORS, framework="pt"):
+        with safe_open(path / TENSORS, framework="pt"):
             pass
     except SafetensorError as error:
         raise _Damaged(f"{TENSORS}: {error}") from error

@@ -70,7 +70,11 @@ async def main(ctx: Context) -> None:
 async def train(ctx: Context) -> None:
     keeping = ctx.config.trainer.checkpoint
     store = CheckpointStore(
-        ctx.config.work_path / "checkpoints", keeping.keep, keep_every=keeping.keep_every, keep_best=keeping.keep_best
+        ctx.config.work_path / "checkpoints",
+        keeping.keep,
+        keep_every=keeping.keep_every,
+        keep_best=keeping.keep_best,
+        model_folder=ctx.config.path(ctx.config.model.path),
     )
     start = await begin(ctx, store)
     try:

@@ -17,12 +17,12 @@ import torch
 
 from services.trainer.algorithms.reductions import Loss, Tokens, merge
 from services.trainer.channel import Channel
+from services.trainer.hf_folder import save_hf
 from services.trainer.layout import LayoutError
 from services.trainer.megatron.options import NativeOptionError
 from services.trainer.megatron.policy import Policy, Role
 from services.trainer.megatron.state import StateMismatch
 from services.trainer.megatron.step import NonFiniteError, Scores, tokens_of
-from services.trainer.megatron.weights import save_hf
 from services.trainer.model_folder import ModelFolderError, read_architecture
 from services.trainer.spread import Spread
 from services.trainer.tensorfile import Spec

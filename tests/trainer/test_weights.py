@@ -54,7 +54,7 @@ def test_transformers_reads_what_was_saved(
 
 
 def test_sharded_folders_both_ways(make_policy: Callable[..., Any], untied_folder: Path, tmp_path: Path) -> None:
-    from services.trainer.megatron.weights import save_hf
+    from services.trainer.hf_folder import save_hf
 
     policy = make_policy(untied_folder)
     digests = save_hf(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from . import audit, events, serve, status, up, validate, watch
+from . import audit, events, export, serve, status, up, validate, watch
 
 app = typer.Typer(
     name="slipstream",
@@ -27,7 +27,7 @@ Start here:
 `slipstream audit run.yaml` proves that nothing was lost, trained twice or trained too stale
 """,
 )
-for command in (up, validate, status, watch, events, audit, serve):
+for command in (up, validate, status, watch, events, audit, export, serve):
     name = command.__name__.rpartition(".")[2]
     app.command(name)(getattr(command, name))
 

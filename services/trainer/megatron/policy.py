@@ -32,6 +32,7 @@ from megatron.core.transformer.module import Float16Module
 from services.trainer.algorithms.reductions import Loss, Tokens, merge
 from services.trainer.batches import PackedBatch
 from services.trainer.families import Head
+from services.trainer.hf_folder import save_hf
 from services.trainer.layout import Layout, layout_of
 from services.trainer.megatron.groups import init_distributed, init_groups
 from services.trainer.megatron.model import TRANSFORMER_ENGINE, build_chunks
@@ -40,7 +41,7 @@ from services.trainer.megatron.options import native_options, transformer_config
 from services.trainer.megatron.sharding import Shards
 from services.trainer.megatron.state import State, StateMismatch
 from services.trainer.megatron.step import NonFiniteError, Scores, Step, nonfinite_gradient, tokens_of
-from services.trainer.megatron.weights import load_hf, save_hf
+from services.trainer.megatron.weights import load_hf
 from services.trainer.model_folder import Architecture, read_architecture
 from services.trainer.spread import Spread
 from services.trainer.tensorfile import Spec

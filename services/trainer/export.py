@@ -1,0 +1,77 @@
+"""A checkpoint as a Hugging Face folder. Needs torch to cast, but neither Megatron nor the layout that saved it.
+
+The checkpoint is verified first; the folder appears complete or not at all. Tensors go one by one. tests/trainer/test_export.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from services.trainer.checkpoint import MANIFEST, MODEL, TENSORS, CheckpointError, CheckpointStore, verify
+from services.trainer.hf_folder import save_hf
+from services.trainer.tensorfile import Spec, fsync_folder
+
+WEIGHTS, MASTER = "weights/", "master/"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that is meant: the folder itself, or the newest in a folder of checkpoints or in a run's work folder."""
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if entries := CheckpointStore(folder).entries():
+            return entries[-1].path
+    raise CheckpointError(
+        f"{path}: no checkpoint here; give the folder of one, of several, or the run's work folder (workdir)"
+    )
+
+
+def export(checkpoint: Path, target: Path, dtype: str | None = None, max_shard_bytes: int = 4 << 30) -> list[str]:
+    """Write the policy of `checkpoint` as a model folder at `target`; the names of its weight files.
+
+    `dtype`: float32, bfloat16 or float16; None: as it was trained. float32 takes the optimiser's copies where there are some.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target}: exists already; give a new folder")
+    verify(checkpoint)
+    if not (checkpoint / MODEL / "config.json").is_file():
+        raise CheckpointError(f"{checkpoint}: holds no {MODEL}/config.json, so it cannot be exported")
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    with safe_open(checkpoint / TENSORS, framework="pt") as opened:
+        names = list(opened.keys())
+        source = MASTER if dtype == "float32" and any(name.startswith(MASTER) for name in names) else WEIGHTS
+        chosen = [name for name in _order(opened) if name.startswith(source)]
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name in chosen:
+                tensor = opened.get_tensor(name)
+                yield name.removeprefix(source), tensor if dtype is None else tensor.to(DTYPES[dtype])
+
+        own = _dtype(opened, chosen[0]) if dtype is None else DTYPES[dtype]
+        specs = [Spec(name.removeprefix(source), own, tuple(opened.get_slice(name).get_shape())) for name in chosen]
+        try:
+            files = save_hf(specs, tensors(), checkpoint / MODEL, part, max_shard_bytes)
+            if target.exists():
+                target.rmdir()
+            os.rename(part, target)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    fsync_folder(target.parent)
+    return sorted(files)
+
+
+def _order(opened: safe_open) -> list[str]:
+    """Names as they lie in the file, which is the order of the model's layers."""
+    return list(opened.offset_keys())
+
+
+def _dtype(opened: safe_open, name: str) -> torch.dtype:
+    return opened.get_tensor(name).dtype
