@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from services.dcs import snapshots
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.versions import STATE_KEY, Group, Member, State, Version, Versions
+from shared import clock
 from shared.config import RunConfig
 from shared.errors import TransportError
 from shared.failpoints import reach
@@ -78,10 +78,11 @@ class Coordinator:
         def start(rules: Versions) -> None:
             rules.state.url = self.url
             rules.state.next_version = max(rules.state.next_version, floor + 1)
+            rules.wake(clock.now())
 
         await self.change(start)
         for version in self.state.versions:
-            if version.phase == "announced" and time.time() < version.deadline:
+            if version.phase == "announced" and clock.now() < version.deadline:
                 await self._publish(version, await self._manifest(version))
 
     async def _floor(self) -> int:
@@ -125,7 +126,7 @@ class Coordinator:
 
     async def allocate(self, step: int, digest: str, reason: str, publisher: str) -> Version:
         version = await self.change(
-            lambda rules: rules.allocate(step=step, digest=digest, reason=reason, publisher=publisher, now=time.time())
+            lambda rules: rules.allocate(step=step, digest=digest, reason=reason, publisher=publisher, now=clock.now())
         )
         reach("dcs.allocated")
         return version
@@ -136,7 +137,7 @@ class Coordinator:
         epoch_before = self.state.epoch
         known = await self.change(
             lambda rules: rules.announce(
-                version, publisher=publisher, epoch=epoch, host=host, port=port, alive=alive, now=time.time()
+                version, publisher=publisher, epoch=epoch, host=host, port=port, alive=alive, now=clock.now()
             )
         )
         reach("dcs.decided")
@@ -160,7 +161,7 @@ class Coordinator:
     async def finish(self, version: int, publisher: str, ok: bool, error: str, seconds: dict[str, float]) -> Version:
         known = await self.change(
             lambda rules: rules.finish(
-                version, publisher=publisher, ok=ok, error=error, seconds=seconds, now=time.time()
+                version, publisher=publisher, ok=ok, error=error, seconds=seconds, now=clock.now()
             )
         )
         if not ok:
@@ -202,7 +203,7 @@ class Coordinator:
     async def join(self, replica: str, incarnation: str, world_size: int) -> Member:
         before = list(self.state.members)
         member = await self.change(
-            lambda rules: rules.join(replica, incarnation=incarnation, world_size=world_size, now=time.time())
+            lambda rules: rules.join(replica, incarnation=incarnation, world_size=world_size, now=clock.now())
         )
         if member not in before:
             await self._events.publish("member_joined", f"{replica} takes part in broadcasts", replica=replica)
@@ -263,7 +264,7 @@ class Coordinator:
         if not any(version.phase == "announced" for version in self.state.versions):
             return
         alive = await self._alive()
-        for replica in await self.change(lambda rules: rules.tick(time.time(), alive)):
+        for replica in await self.change(lambda rules: rules.tick(clock.now(), alive)):
             await self._events.publish(
                 "member_dropped", f"{replica} did not answer a broadcast in time", replica=replica
             )

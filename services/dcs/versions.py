@@ -14,7 +14,7 @@ every change and before it answers. It has no tensor lists: those lie with the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shared.records import Received
@@ -224,6 +224,12 @@ class Versions:
                 known.deadline = min(known.deadline, now + FAILED_GRACE_S)
             self._settle(known)
         return known
+
+    def wake(self, now: float) -> None:
+        """A new process took over: what the last one's clock made of the future must not lie beyond what this one allows."""
+        for known in self.state.versions:
+            known.deadline = min(known.deadline, now + self.timeout_s)
+        self.state.members = [replace(member, joined_at=min(member.joined_at, now)) for member in self.state.members]
 
     # -- the members --------------------------------------------------------------------------------------------------
 

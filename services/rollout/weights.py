@@ -38,6 +38,7 @@ POLL_S = 0.2
 BACK_OFF_S = (0.2, 1.0, 2.0, 5.0)
 LOAD_TRIES = 5
 LEAVE_DEADLINE_S = 3.0
+DOUBT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class WeightReceiver:
         self._weights: EngineWeights | None = None
         self._read_from = 1
         self._newest: Announcement | None = None
+        self._heard, self._pause_s = time.monotonic(), 0.0
+        """When the newest was read, and how long after the one before."""
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
         self._following = self._leaving = False
@@ -178,23 +181,36 @@ class WeightReceiver:
                 continue
             self._steps[told.version] = told.step
             if self._newest is None or told.version > self._newest.version:
-                self._newest = told
+                self._newest, self._pause_s = told, time.monotonic() - self._heard
+                self._heard = time.monotonic()
                 self._arrived.set()
 
     async def _update(self, told: Announcement) -> None:
         """By broadcast if this engine is in the group, else, or if that fails, from the newest snapshot."""
-        rank = self._rank_in(told)
+        rank = await self._rank_in(told)
         if rank is None or not await self._by_broadcast(told, rank):
             await self._catch_up(told)
 
-    def _rank_in(self, told: Announcement) -> int | None:
+    async def _rank_in(self, told: Announcement) -> int | None:
         """Its rank in a broadcast that can still be joined."""
         group, replica = told.group, self._ctx.replica
         if group is None or group["incarnations"].get(replica) != self._incarnation:
             return None
-        if time.time() - told.at > group["timeout_s"]:
-            return None  # read too late: the others are through or have given up
+        if await self._too_late(told.version):
+            return None
         return int(group["members"][replica])
+
+    async def _too_late(self, version: int) -> bool:
+        """The others are through or have given up. Clocks of two hosts cannot tell, so the DCS is asked, if there is any doubt:
+        after a pause in which the broker may have been away, or if something kept this replica busy since it heard."""
+        if max(self._pause_s, time.monotonic() - self._heard) < DOUBT_S:
+            return False
+        try:
+            return (await self._dcs.version(version))["phase"] != "announced"
+        except DcsUnavailable:
+            return False  # the deadline of joining tells
+        except Refused:
+            return True
 
     async def _by_broadcast(self, told: Announcement, rank: int) -> bool:
         assert self._weights is not None

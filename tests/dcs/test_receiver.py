@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
@@ -73,11 +72,27 @@ async def test_only_a_broadcast_that_counts_on_this_very_engine_is_joined(world:
     await publisher.settled()
     told = (await world.announced())[-1]
     assert told.group is not None
-    assert a.receiver._rank_in(told) == 1
-    assert a.receiver._rank_in(replace(told, at=time.time() - 60)) is None
-    assert a.receiver._rank_in(replace(told, group=None)) is None
+    assert await a.receiver._rank_in(told) == 1
+    assert await a.receiver._rank_in(replace(told, at=0.0)) == 1, "clocks of two hosts say nothing"
+    assert await a.receiver._rank_in(replace(told, group=None)) is None
     before_the_restart = told.group | {"incarnations": {"rollout-a": "of the engine before"}}
-    assert a.receiver._rank_in(replace(told, group=before_the_restart)) is None
+    assert await a.receiver._rank_in(replace(told, group=before_the_restart)) is None
+
+
+async def test_whether_a_broadcast_goes_on_is_asked_of_the_dcs_where_there_is_doubt(world: World) -> None:
+    publisher = await world.publisher()
+    await world.publish(publisher, 0)
+    a = await world.replica("rollout-a")
+    await world.publish(publisher, 1)
+    await publisher.settled()
+    over = (await world.announced())[-1]
+    assert await a.receiver._rank_in(over) == 1
+    a.receiver._pause_s = 60.0  # the broker may have been away
+    assert await a.receiver._rank_in(over) is None
+    a.receiver._pause_s = 0.0
+    a.receiver._heard -= 60.0  # something took long here
+    assert await a.receiver._rank_in(over) is None
+    assert await a.receiver._rank_in(replace(over, version=99)) is None, "the DCS has never heard of it"
 
 
 async def test_versions_that_were_missed_are_made_good_by_the_newest(world: World) -> None:

@@ -409,3 +409,24 @@ class Story(RuleBasedStateMachine):
 
 Story.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStory = Story.TestCase
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6], ids=["back", "forward"])
+def test_a_process_that_begins_with_another_clock_neither_waits_for_ever_nor_reuses_a_number(jump: float) -> None:
+    v = rules()
+    v.join("a", incarnation="a1", world_size=1, now=100.0)
+    first = allocate(v)
+    announce(v, first.version)
+    now = 100.0 + jump
+    v.wake(now)
+    assert v.get(first.version).deadline <= now + TIMEOUT
+    v.tick(now + TIMEOUT, alive=None)
+    assert v.get(first.version).phase == "settled"
+    v.join("b", incarnation="b1", world_size=1, now=now)
+    v.wake(now - 1e6)
+    version = allocate(v, step=1, now=now - 1e6).version
+    assert version == first.version + 1
+    announce(v, version, now=now - 1e6)
+    assert v.tick(now - 1e6 + TTL, alive=set()) == ["b"], (
+        "it is missed one time to live from now on, not from its future"
+    )
