@@ -277,7 +277,9 @@ class Puller:
         acked: Callable[[Delivery], Awaitable[None]] | None = None,
     ) -> None:
         self.connection, self.stream, self.consumer = connection, stream, consumer
-        self._channel = connection.bulk  # acks too: their answers come with the next messages, which saves waking up for them
+        self._channel = (
+            connection.bulk
+        )  # acks too: their answers come with the next messages, which saves waking up for them
         self.prefetch = prefetch
         self._ack_wait_s = ack_wait_s
         self._workqueue = workqueue
