@@ -167,7 +167,8 @@ class Channel:
         if self._up.is_set():
             return True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._up.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._up.wait()
         return self._up.is_set()
 
     def on_connect(self, listener: Callable[[], None]) -> Callable[[], None]:
@@ -221,7 +222,9 @@ class Channel:
             reply = self.expect(waiter)
             try:
                 if self.send(subject, payload, reply):
-                    frame = await asyncio.wait_for(waiter.future, min(ATTEMPT_S, max(left, 0.01)))
+                    # Not wait_for: before Python 3.12 it swallows a cancellation that meets the answer.
+                    async with asyncio.timeout(min(ATTEMPT_S, max(left, 0.01))):
+                        frame = await waiter.future
                     if status_of(frame) != "503" or frame.data:
                         return frame
                     seen = "503: nobody listens there"

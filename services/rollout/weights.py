@@ -139,7 +139,8 @@ class WeightReceiver:
         """Until weights of `min_step` or later are served; False when the time is up."""
         async with self._changed:
             try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: self.step >= min_step), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(lambda: self.step >= min_step)
             except TimeoutError:
                 return False
         return True
