@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from shared import columns, failpoints, wire
 from shared.ledger import Ledger
 from shared.pull import Delivery, Puller
 from shared.records import Group, Receipt
-from shared.service import Context
+from shared.service import Context, ServiceFailed
 
 log = logging.getLogger(__name__)
 
@@ -66,22 +66,25 @@ class Intake:
         self._puller: Puller | None = None
         self._news = asyncio.Event()
         self._folded = 0
-
-    async def restore(self) -> None:
-        """Fold what the receipts say so far."""
-        async for message, seq in self.ctx.queue.read("receipts"):
-            self._fold(message, seq)
+        self._following: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Take over the queue: whatever is not acknowledged is delivered anew, and an older trainer is fenced off."""
+        """Take over the queue: whatever is not acknowledged is delivered anew, and an older trainer is fenced off. Only then
+        are the receipts read, and only then may a rollback be written: an older trainer can acknowledge no more by then."""
         self._puller = await self.ctx.queue.pull(
             "advantages", "trainer", prefetch=self.ctx.config.slots, recreate=True, max_deliveries=None
         )
+        async for message, seq in self.ctx.queue.read("receipts"):
+            self._fold(message, seq)
+
+    def follow(self) -> None:
+        """Go on with the receipts as they come."""
         self._following = asyncio.create_task(self._follow_receipts())
 
     async def close(self) -> None:
-        self._following.cancel()
-        await asyncio.gather(self._following, return_exceptions=True)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         if self._puller is not None:
             await self._puller.stop()
 
@@ -105,6 +108,13 @@ class Intake:
             await self._receive()
         return True
 
+    async def write(self, receipts: list[Receipt]) -> None:
+        """Put `trained` receipts on record, as this trainer's."""
+        subject = self.ctx.subjects.receipts
+        mine = [replace(one, detail={"epoch": self.epoch}) for one in receipts]
+        await self.ctx.queue.publish_all([(subject, one, f"trained:{one.group_id}:{self.epoch}") for one in mine])
+        failpoints.reach("trainer.receipts")
+
     async def covered(self, group_ids: list[str]) -> None:
         """A durable checkpoint holds these groups: acknowledge their messages."""
         deliveries = [self._held.pop(group_id) for group_id in group_ids if group_id in self._held]
@@ -112,7 +122,7 @@ class Intake:
 
     async def _receive(self) -> None:
         """One more message into the window, or the news of a drop, or nothing for a moment."""
-        if self._following.done():
+        if self._following is not None and self._following.done():
             self._following.result()
         await self.ctx.beat("waiting for groups")
         with self.ctx.metrics.wait("groups"):
@@ -151,6 +161,7 @@ class Intake:
         self._held[group.id] = delivery
 
     async def _drop_stale(self, group: Group, step: int) -> None:
+        """Acknowledged only when the receipt comes back from the log and counts: that of a replaced trainer does not."""
         ctx = self.ctx
         await ctx.events.publish(
             "dropped",
@@ -173,8 +184,7 @@ class Intake:
             detail={"epoch": self.epoch},
             at=time.time(),
         )
-        await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"dropped:{group.id}")
-        await self.covered([group.id])
+        await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"dropped:{group.id}:{self.epoch}")
 
     async def _follow_receipts(self) -> None:
         async for message, seq in self.ctx.queue.read("receipts", start_seq=self._folded + 1, live=True):
@@ -190,7 +200,10 @@ class Intake:
         except wire.WireError as error:
             log.error("receipt %d is unreadable and skipped: %s", seq, error)
             return []
-        if not self.ledger.apply(receipt):
+        changed = self.ledger.apply(receipt)
+        if self.ledger.epoch > self.epoch:
+            raise ServiceFailed(f"another trainer ({receipt.replica}) has taken over; this one must stop")
+        if not changed:
             return []
         dropped = []
         for group_id in (receipt.group_id, *receipt.detail.get("lost", ())):

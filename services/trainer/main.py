@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from services.trainer.algorithms import first_pass, needs_first_pass
 from services.trainer.algorithms.reductions import finish, merge
@@ -35,7 +35,7 @@ from services.trainer.start import Interrupted, Start, begin, meta_of, save
 from services.trainer.tensorfile import DiskFullError
 from services.trainer.update import UpdateBatches
 from services.trainer.weights import WeightPublisher
-from shared import failpoints, rounds
+from shared import failpoints, rounds, wire
 from shared.records import Group, Receipt
 from shared.service import Context, ServiceFailed
 from shared.tokenizer import TokenizerError
@@ -87,10 +87,10 @@ async def go_on(ctx: Context, start: Start, store: CheckpointStore) -> None:
     publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
     version = await publisher.publish(start.step, start.policy.hf_tensors(), "resume" if start.resumed else "start")
     intake = Intake(ctx, start.window, start.rollbacks, start.epoch)
-    await intake.restore()
-    await roll_back(ctx, start, intake.ledger, version)
-    await intake.open()
     try:
+        await intake.open()
+        await roll_back(ctx, start, intake, version)
+        intake.follow()
         await Training(ctx, start, store, publisher, intake, version).run()
         await publisher.settled()
     finally:
@@ -136,11 +136,14 @@ class Training:
             self.next_issue = max(group.issue for group in groups) + 1
             self.window_state = self.intake.window.state()
             self.uncovered += [group.id for group in groups]
-            await self.tell(groups)
+            receipts = list(trained_receipts(groups, self.step - 1, self.intake.rollbacks))
+            if self.step == self.config.steps:
+                await self.save(untold=receipts)  # the run ends with these receipts: nothing may be missing then
+            await self.tell(receipts)
             self.report(groups, {**finish(sums), **outcome, "step_s": time.monotonic() - began})
             if self.step % self.config.trainer.checkpoint.every == 0 or self.step == self.config.steps:
                 await self.checkpoint()
-        if self.saved_step != self.step:
+        if self.uncovered:
             await self.checkpoint()
         if self.step == self.config.steps:
             await self.ctx.compute(self.policy.save_hf, self.config.work_path / "model")
@@ -206,35 +209,36 @@ class Training:
         seen = [tokens for one in spreads for tokens in await self.ctx.compute(self.policy.observe, one, temperature)]
         return Objective("policy", algorithm, await self.ctx.compute(first_pass, algorithm, seen))
 
-    async def tell(self, groups: list[Group]) -> None:
+    async def tell(self, receipts: list[Receipt]) -> None:
         """Free the groups' slots, and hand the new weights over: they get their number while the next update is under way."""
         with self.ctx.metrics.wait("weights"):
             self.version = await self.publisher.numbered()
             telling = asyncio.gather(
-                self.write_receipts(groups),
+                self.intake.write(receipts),
                 self.publisher.hand_over(self.step, self.policy.hf_tensors(), "update"),
             )
             await self.ctx.vouch(telling)
         failpoints.reach("trainer.told")
 
-    async def write_receipts(self, groups: list[Group]) -> None:
-        receipts = trained_receipts(groups, self.step - 1, self.intake.epoch, self.intake.rollbacks)
-        subject = self.ctx.subjects.receipts
-        await self.ctx.queue.publish_all([(subject, one, f"trained:{one.group_id}:{self.version}") for one in receipts])
-        failpoints.reach("trainer.receipts")
-
     async def checkpoint(self) -> None:
         """Save, and only then acknowledge what is saved."""
+        if self.saved_step != self.step:
+            await self.save()
+        failpoints.reach("trainer.saved")
         with self.ctx.metrics.wait("checkpoint"):
-            meta = meta_of(self.window_state, self.intake.rollbacks, self.next_issue)
-            meta |= {"version": self.version, "trained": self.uncovered}
-            score = sum(self.rewards) / len(self.rewards) if self.rewards else None
-            await self.ctx.compute(save, self.store, self.policy, self.roles, self.step, meta, score)
-            failpoints.reach("trainer.saved")
             await self.ctx.vouch(self.intake.covered(self.uncovered))
-            failpoints.reach("trainer.covered")
-        self.uncovered, self.rewards, self.saved_step = [], [], self.step
+        failpoints.reach("trainer.covered")
+        self.uncovered = []
         await self.ctx.events.publish("checkpoint", f"step {self.step}", step=self.step, version=self.version)
+
+    async def save(self, untold: Iterable[Receipt] = ()) -> None:
+        """A checkpoint of this step. `untold`: receipts of its last update, if they are not written yet."""
+        meta = meta_of(self.window_state, self.intake.rollbacks, self.next_issue)
+        meta |= {"version": self.version, "trained": self.uncovered, "untold": [wire.encode(one) for one in untold]}
+        score = sum(self.rewards) / len(self.rewards) if self.rewards else None
+        with self.ctx.metrics.wait("checkpoint"):
+            await self.ctx.compute(save, self.store, self.policy, self.roles, self.step, meta, score)
+        self.rewards, self.saved_step = [], self.step
 
     async def beat(self, state: str) -> None:
         await self.ctx.beat(state, progress=self.step, version=self.version, step=self.step)
@@ -254,7 +258,7 @@ class Training:
         )
 
 
-def trained_receipts(groups: list[Group], update: int, epoch: int, rollbacks: list[Rollback]) -> Iterator[Receipt]:
+def trained_receipts(groups: list[Group], update: int, rollbacks: list[Rollback]) -> Iterator[Receipt]:
     """One `trained` receipt a group: what the ledger counts and the audit checks."""
     now = time.time()
     for group in groups:
@@ -271,6 +275,5 @@ def trained_receipts(groups: list[Group], update: int, epoch: int, rollbacks: li
             sample_steps=sample_steps(group, rollbacks),
             tokens=len(group.samples.ids),
             reward=sum(scored) / len(scored) if scored else None,
-            detail={"epoch": epoch},
             at=now,
         )

@@ -11,15 +11,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from services.trainer.intake import Rollback
+from services.trainer.intake import Intake, Rollback
 from services.trainer.start import Start
 from shared.ledger import Ledger
 from shared.records import Receipt
 from shared.service import Context, ServiceFailed
 
 
-async def roll_back(ctx: Context, start: Start, ledger: Ledger, version: int) -> None:
-    """Write the receipt. `version`: the first of the new history; `ledger`: all receipts so far."""
+async def roll_back(ctx: Context, start: Start, intake: Intake, version: int) -> None:
+    """Write the receipt, and those of the checkpoint that may not have been written. `version`: the first of the new history;
+    `intake` has taken the queue over and read all receipts so far."""
+    ledger = intake.ledger
     if not start.resumed:
         if ledger.trained:
             raise ServiceFailed(
@@ -43,6 +45,7 @@ async def roll_back(ctx: Context, start: Start, ledger: Ledger, version: int) ->
         start.rollbacks.append(Rollback(version, start.step))
     for group_id in lost:
         start.window.drop(ledger.entries[group_id].issue)
+    await intake.write(start.untold)
     await ctx.events.publish("rollback", f"to step {start.step}", step=start.step, version=version, lost=len(lost))
 
 

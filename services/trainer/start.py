@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from services.trainer.ranks import RankedPolicy
 from services.trainer.roles import Roles
 from services.trainer.warm_start import Demonstration, WarmStep, run_warm_start
 from services.trainer.window import Window
+from shared import wire
 from shared.config import ConfigError, RunConfig
-from shared.records import Group
+from shared.records import Group, Receipt
 from shared.sections import PreferencesConfig, WarmStartConfig
 from shared.service import Context
 from shared.tokenizer import Tokenizer
@@ -54,6 +55,8 @@ class Start:
     """Messages of groups trained before this step may be gone: a checkpoint that is damaged now covered them."""
     damaged_sequence: int = 0
     """The sequence number of that checkpoint."""
+    untold: list[Receipt] = field(default_factory=list)
+    """Receipts of updates that the checkpoint holds, which may not have been written."""
 
 
 async def begin(ctx: Context, store: CheckpointStore) -> Start:
@@ -99,6 +102,7 @@ async def _begin_with(ctx: Context, store: CheckpointStore, policy: RankedPolicy
         next_issue=meta["next_issue"],
         damaged_step=max((entry.step for entry in damaged), default=0),
         damaged_sequence=max((entry.sequence for entry in damaged), default=0),
+        untold=[wire.decode(receipt, Receipt) for receipt in meta.get("untold", ())],
     )
 
 

@@ -74,9 +74,18 @@ class Bench:
 
     async def intake(self, window: Window[Group] | None = None, epoch: int = 1) -> Intake:
         intake = Intake(self.ctx, window or Window(1), [], epoch)
-        await intake.restore()
         await intake.open()
+        intake.follow()
         self.opened.append(intake)
+        return intake
+
+    async def rolls_back(self, start: Any, version: int) -> Intake:
+        """A trainer that goes on from `start`."""
+        intake = Intake(self.ctx, start.window, start.rollbacks, start.epoch)
+        self.opened.append(intake)
+        await intake.open()
+        await roll_back(self.ctx, start, intake, version)
+        intake.follow()
         return intake
 
     async def waiting(self) -> int:
@@ -195,7 +204,7 @@ async def test_waiting_for_a_round_takes_nothing(bench: Bench) -> None:
 def damaged(step: int, sequence: int, epoch: int = 2) -> Any:
     """A start from the checkpoint of step 0, whose successor is damaged."""
     seen = {"damaged_step": step, "damaged_sequence": sequence}
-    return SimpleNamespace(step=0, rollbacks=[], window=Window(1), epoch=epoch, resumed=True, **seen)
+    return SimpleNamespace(step=0, rollbacks=[], window=Window(1), epoch=epoch, resumed=True, untold=[], **seen)
 
 
 async def test_groups_that_only_a_damaged_checkpoint_covered_are_dropped_once(bench: Bench) -> None:
@@ -203,13 +212,13 @@ async def test_groups_that_only_a_damaged_checkpoint_covered_are_dropped_once(be
     await bench.tell(*map(issued, range(6)), *(trained(issue, issue // 2) for issue in range(4)))
     for version in (5, 6):
         start = damaged(step=2, sequence=3, epoch=version)
-        await roll_back(bench.ctx, start, await fold(bench.ctx), version)
+        intake = await bench.rolls_back(start, version)
         ledger = await fold(bench.ctx)
         assert (ledger.trained, ledger.dropped, ledger.pending) == (0, {"rollback": 4}, 2)
         assert ledger.balanced
     assert start.rollbacks == [Rollback(6, 0)]
     await bench.send(group(4))
-    taken = await (await bench.intake(epoch=6)).take(0)
+    taken = await intake.take(0)
     assert taken is not None
     assert taken.id == "0-4"
 
@@ -218,17 +227,35 @@ async def test_a_deterministic_run_says_that_it_cannot_keep_its_promise(bench: B
     await bench.tell(*map(issued, range(4)), *(trained(issue, issue // 2) for issue in range(4)))
     bench.ctx.config.deterministic = True
     with pytest.raises(ServiceFailed, match="--set deterministic=false"):
-        await roll_back(bench.ctx, damaged(step=2, sequence=3), await fold(bench.ctx), 5)
+        await bench.rolls_back(damaged(step=2, sequence=3), 5)
     start = damaged(step=0, sequence=0)
-    await roll_back(bench.ctx, start, await fold(bench.ctx), 5)
+    await bench.rolls_back(start, 5)
     assert start.rollbacks == [], "the lost history is the one to come"
 
 
 async def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(bench: Bench) -> None:
     await bench.tell(issued(0), trained(0, 0))
-    start = SimpleNamespace(resumed=False)
+    start = SimpleNamespace(resumed=False, window=Window(1), rollbacks=[], epoch=2)
     with pytest.raises(ServiceFailed, match="1 groups are trained, but there is no checkpoint"):
-        await roll_back(bench.ctx, start, await fold(bench.ctx), 5)  # type: ignore[arg-type]
+        await bench.rolls_back(start, 5)
+
+
+async def test_receipts_that_only_the_last_checkpoint_knows_are_written_by_the_next_trainer(bench: Bench) -> None:
+    """The last checkpoint comes before the last receipts, on which the run ends: killed between the two, one was written."""
+    await bench.tell(issued(0), issued(1), trained(0, 0))
+    start = damaged(step=0, sequence=0)
+    start.step, start.untold = 1, [trained(0, 0), trained(1, 0)]
+    await bench.rolls_back(start, 5)
+    ledger = await fold(bench.ctx)
+    assert (ledger.trained, ledger.balanced, ledger.by_step) == (2, True, {0: ["0-0", "0-1"]})
+
+
+async def test_a_trainer_that_learns_of_a_later_one_stops(bench: Bench) -> None:
+    await bench.tell(issued(0))
+    old = await bench.intake(epoch=2)
+    await bench.tell(Receipt("rollback", step=0, detail={"epoch": 3}, replica="trainer-1"))
+    with pytest.raises(ServiceFailed, match="trainer-1.*has taken over"):
+        await old.take(0)
 
 
 def test_what_a_replaced_trainer_still_writes_does_not_count() -> None:
