@@ -114,7 +114,8 @@ class Keeper:
                 await self._start(replica)
             due = self.supervisor.next_due()
             try:
-                await asyncio.wait_for(self._news.wait(), None if due is None else max(0.01, due - time.monotonic()))
+                async with asyncio.timeout(None if due is None else max(0.01, due - time.monotonic())):
+                    await self._news.wait()
             except TimeoutError:
                 continue
 
