@@ -2,11 +2,11 @@
 
     dhcagebf   ->   fgaahhbh...      reward: the share of letters that do not stand before their left neighbour
 
-The last letter of the prompt is the length prefix. Letters come in three families of eight and an answer stays in the family of
-its prefix; in the heavy-tailed model the family sets the chance that the answer ends after each letter. The model is made so,
-not trained: its embedding is one-hot, its output layer a table of neighbours, and its layers begin by adding next to nothing, so
-that lengths are known and stay, while what is learnt (the order inside a family) needs no supervised phase. It costs what any
-Qwen3 of its size costs.
+Letters come in three families of eight, and an answer stays in the family of the prompt's last letter. That letter is the length
+prefix of the heavy-tailed model: the family sets the chance that the answer ends after each letter. Models are made so, not
+trained: the embedding is one-hot, the output layer a table of neighbours, and the layers begin by adding next to nothing. So
+lengths are known, what is learnt (the order inside a family) needs no supervised phase, and a token costs what it costs in any
+Qwen3 of this size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARES = (0.65, 0.27, 0.08)
 """How often a prompt asks for each family."""
 ENDLESS = (0.0, 0.0, 0.0)
 HEAVY = (1 / 24, 1 / 96, 1 / 400)
-"""Chance of an end after each letter: mean lengths of 8, 32 and 160. A twelfth of the prompts gets half of all tokens."""
+"""Chance of an end after each letter: the family with a twelfth of the prompts gets more than a third of all tokens."""
 SPECIALS = ("<|end|>", "<|pad|>", "<|unk|>")
 HIDDEN, LAYERS = 192, 3
 NEVER = -30.0
@@ -40,9 +40,7 @@ def prompts(seed: int, index: int) -> dict[str, str]:
 def reward(prompt: str, completion: str) -> float:
     if not completion:
         return 0.5
-    written = prompt[-1] + completion
-    ordered = sum(left <= right for left, right in pairwise(written))
-    return ordered / len(completion)
+    return sum(left <= right for left, right in pairwise(prompt[-1] + completion)) / len(completion)
 
 
 def build_fixed(path: str, seed: int) -> None:

@@ -4,9 +4,9 @@
 
 Each run is `slipstream up` with real processes, one rollout replica, the engine's process pinned to one core and the trainer's to
 another; the other services and the broker share the two. `fixed`: all answers have the same length, and the sizes are such that
-drawing the groups of a step (G) takes about as long as training on them (T). `heavy`: lengths have a heavy tail. In both settings
-the trainer accumulates gradients as groups arrive, so the synchronous runs overlap what they can. The settings alternate within a
-round, so that other load on the machine meets both.
+drawing the groups of a step (G) takes about as long as training on them (T). `heavy`: lengths have a heavy tail, half of them
+below 30 tokens, the longest 640. In both settings the trainer accumulates gradients as groups arrive, so the synchronous runs
+overlap what they can. The settings alternate within a round, so that other load on the machine meets both.
 
 `ratio_async_vs_sync` and `ratio_heavy_tail` are steps per hour of asynchronous over synchronous runs, counted from the `trained`
 receipts after the first two steps. `limit` is (G + T) / max(G, T) of the synchronous runs, at most 2. That the reward is equal
@@ -65,7 +65,9 @@ HEAVY_TAIL = (
     "sampling.max_new_tokens=640",
     "groups_per_step=24",
     "samples_per_group=6",
+    "trainer.optimizer.lr=1.0e-6",
 )
+"""The policy is all but held: at 1e-3 it would learn when to stop, and lengths would change in other ways in each run."""
 CASES = (Case("fixed", ()), Case("heavy", HEAVY_TAIL))
 
 
@@ -75,6 +77,7 @@ class Measured:
 
     steps: int = 0
     seconds: float = 0.0
+    tokens: int = 0
     trainer: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by state: busy, groups, weights, ..., other."""
     drawing: float = 0.0
@@ -85,6 +88,7 @@ class Measured:
     def add(self, other: Measured) -> None:
         self.steps += other.steps
         self.seconds += other.seconds
+        self.tokens += other.tokens
         self.drawing += other.drawing
         for state, seconds in other.trainer.items():
             self.trainer[state] += seconds
@@ -164,6 +168,7 @@ async def measure(url: str, name: str) -> Measured:
     found = Measured(steps=max(done) - SKIPPED + 1, seconds=ended - began, drawing=covered(drawn, began, ended))
     found.trainer.update(trainer_seconds(metrics, SKIPPED, max(done) + 1))
     found.trainer["other"] = found.seconds - sum(found.trainer.values())
+    found.tokens = sum(receipt.tokens for receipt in trained if receipt.step >= SKIPPED)
     for receipt in trained:
         if receipt.reward is not None and receipt.sample_steps is not None:
             found.rewards[int(receipt.sample_steps.min())].append(receipt.reward)
@@ -225,6 +230,7 @@ def compare(case: Case, sync: Measured, later: Measured) -> dict[str, Any]:
             "trainer_busy_share": shares["busy"],
             "trainer_idle_share": idle,
             "engine_busy_share": round(found.drawing / found.seconds, 3),
+            "tokens_per_step": round(found.tokens / found.steps),
             "reward_first": round(found.curve()[0], 3),
             "reward_last": round(ends[name], 3),
         }
