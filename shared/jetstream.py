@@ -108,6 +108,8 @@ class Channel:
         self._inbox = ""
         self._deaf: AccessDenied | None = None
         """Set when this user may not listen for answers at all."""
+        self.patient = False
+        """Deadlines of publishes and acks do not run while the broker is away: a service outlives an outage of any length."""
         self.connections = 0
         """How many have stood so far. What was subscribed on an earlier one is gone."""
 
@@ -158,6 +160,11 @@ class Channel:
     @property
     def connected(self) -> bool:
         return self._up.is_set()
+
+    @property
+    def waits(self) -> bool:
+        """The broker is away, and that is no reason to give up."""
+        return self.patient and not self.connected
 
     @property
     def max_payload(self) -> int:
@@ -335,6 +342,10 @@ class Connection:
             await connection.close()
             raise
         return connection
+
+    def be_patient(self) -> None:
+        """For services. A tool's user wants to hear that the broker is gone."""
+        self.bulk.patient = self.control.patient = True
 
     @property
     def url(self) -> str:

@@ -1,10 +1,10 @@
 """Acknowledged publishing: a bounded window a subject, the same id on every try, back-pressure by waiting.
 
 Guarantees: every message ends in its stream's sequence number or in an exception; a message is sent again, with the same
-`Nats-Msg-Id`, until the broker has stored it exactly once or its deadline passes; a full stream makes the lane wait, with one
-message probing, instead of the whole window hammering; messages of one subject are first sent, and after a reconnect sent
-again, in the order in which they were submitted. (With a full stream several messages may be under way when room appears, so
-strict order there needs a caller that awaits each publish.)
+`Nats-Msg-Id`, until the broker has stored it exactly once or its deadline passes (which, on a patient channel, does not run
+while the broker is away); a full stream makes the lane wait, with one message probing, instead of the whole window hammering;
+messages of one subject are first sent, and after a reconnect sent again, in the order in which they were submitted. (With a full
+stream several messages may be under way when room appears, so strict order there needs a caller that awaits each publish.)
 
 The window, the gate and their order are held by tests/shared/test_publisher.py, the promises over SIGKILL of the broker by
 tests/shared/test_transfer_queue.py.
@@ -182,6 +182,8 @@ class Publisher:
                     lane.room.clear()
                     await lane.room.wait()
         except TimeoutError as error:
+            if self.channel.waits:
+                return await self._wait_for_room(lane, subject, size, deadline_s)
             oldest = next(iter(lane.entries.values()), None)
             raise PublishTimeout(subject, deadline_s, oldest.seen if oldest else "window full") from error
 
@@ -303,7 +305,9 @@ class Publisher:
         now, late = time.monotonic(), []
         pending = [entry for lane in self._lanes.values() for entry in lane.entries.values()]
         for entry in pending:
-            if now >= entry.deadline:
+            if self.channel.waits:
+                entry.deadline += SWEEP_S
+            elif now >= entry.deadline:
                 seen = entry.seen if self.channel.connected else "the broker is not connected"
                 entry.fail(PublishTimeout(entry.subject, entry.deadline - entry.started, seen))
             elif self.channel.connected and self._is_late(entry, now):

@@ -382,6 +382,11 @@ class Puller:
         deadline = time.monotonic() + deadline_s
         seen = "not connected"
         while (left := deadline - time.monotonic()) > 0:
+            if self.connection.bulk.waits:
+                waited = time.monotonic()
+                await self.connection.bulk.wait_connected(left)
+                deadline += time.monotonic() - waited
+                continue
             if not await self.connection.bulk.wait_connected(left):
                 continue
             try:

@@ -8,6 +8,7 @@ are what the engine sampled, never re-tokenised. A record checks its own lengths
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -75,6 +76,8 @@ class Samples:
     span_end: Ints
     span_version: Ints
     span_step: Ints
+    replicas: list[str] = field(default_factory=list)
+    """[G] who drew each sample; empty if all were drawn by the group's `replica`."""
 
     def __post_init__(self) -> None:
         total, groups = int(self.lengths.sum()), len(self.lengths)
@@ -83,7 +86,7 @@ class Samples:
         for name in ("ids", "logprobs", "mask"):
             if getattr(self, name).shape != (total,):
                 raise ValueError(f"{name}: shape {getattr(self, name).shape}, but lengths sum to {total}")
-        for name in ("finish", "texts"):
+        for name in ("finish", "texts", *(["replicas"] if self.replicas else [])):
             if len(getattr(self, name)) != groups:
                 raise ValueError(f"{name}: {len(getattr(self, name))} entries for {groups} samples")
         self._check_spans(groups)
@@ -108,9 +111,23 @@ class Samples:
         """[G + 1] where each sample starts in the token columns."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
+    @classmethod
+    def join(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of all parts, in their order. Who drew them is the caller's to say."""
+        counts = np.cumsum([0, *(len(part.lengths) for part in parts)])
+        names = ("lengths", "ids", "logprobs", "mask", "span_start", "span_end", "span_version", "span_step")
+        columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        numbers = [part.span_sample + first for part, first in zip(parts, counts, strict=False)]
+        return cls(
+            finish=[reason for part in parts for reason in part.finish],
+            texts=[text for part in parts for text in part.texts],
+            span_sample=ints(np.concatenate(numbers)),
+            **columns,
+        )
+
     def drawn_under(self, step: int) -> bool:
-        """Whether every token was drawn under one version, the weights of `step`."""
-        return bool((self.span_step == step).all()) and len(np.unique(self.span_version)) <= 1
+        """Whether each sample was drawn in one go, under weights of `step`."""
+        return bool((self.span_step == step).all()) and len(self.span_sample) == int((self.lengths > 0).sum())
 
     def oldest_steps(self) -> np.ndarray:
         """[G] for each sample, the step of the oldest weights that any of its tokens was drawn under (-1: no token)."""
@@ -121,6 +138,19 @@ class Samples:
         oldest = np.full(len(self.lengths), np.iinfo(np.int32).max, dtype=np.int32)
         np.minimum.at(oldest, self.span_sample, steps_K)
         return np.where(self.lengths > 0, oldest, -1).astype("<i4")
+
+
+@schema("finished_sample", 1)
+@dataclass(slots=True)
+class FinishedSample:
+    """One sample of a group that is still being drawn: it outlives the replica that drew it."""
+
+    group_id: str
+    index: int
+    """Which of the group's samples it is."""
+    replica: str
+    samples: Samples
+    """Just this one."""
 
 
 @schema("rewards", 1)

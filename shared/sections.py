@@ -214,6 +214,11 @@ class RolloutConfig(Section):
     """Torch threads of a CPU engine."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Deadline of one generate request."""
+    apart_from_tokens: int = Field(512, ge=1)
+    """Where `sampling.max_new_tokens` is this or more, a group's samples are asked for one by one, so that those which are
+    finished need not be drawn again when the replica dies."""
+    keep_after_s: float = Field(5.0, ge=0)
+    """They are stored for that if they are finished later than so long after their group was begun."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Deadline of the engine's start."""
     max_deliveries: int = Field(5, ge=1)

@@ -191,6 +191,7 @@ def _leave(code: int, why: str) -> int:
 async def _live(service: str, main: Callable[[Context], Awaitable[None]], url: str, run: str, replica: str) -> int:
     subjects = Subjects(run)
     connection = await Connection.open(url, name=f"{run}/{replica}", deadline_s=CONNECT_DEADLINE_S)
+    connection.be_patient()
     try:
         kv, config = await _wait_for_run(connection, subjects)
         queue = TransferQueue(connection, subjects)

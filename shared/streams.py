@@ -2,8 +2,8 @@
 
 Guarantees: where a loss would matter a full stream refuses (`discard: new`) and the publisher waits. `allocate` gives each
 stream first what the credits say it can need, so that the trajectory log cannot discard what nobody has read, the advantages
-queue holds all that a checkpoint has yet to cover, and the ledger keeps every receipt of the run; the rest of broker.max_bytes
-is shared out. A run whose needs do not fit is refused before it starts. tests/shared/test_streams.py.
+queue holds all that a checkpoint has yet to cover, and the ledger keeps every receipt of the run (should it fill up all the
+same, writers wait: a restart needs the first receipts as much as the last); the rest of broker.max_bytes is shared out. A run whose needs do not fit is refused before it starts. tests/shared/test_streams.py.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ SPECS = {
     spec.name: spec
     for spec in (
         StreamSpec("prompts", "workqueue", "new", 0.04),
-        StreamSpec("rewards", "workqueue", "new", 0.12),
-        StreamSpec("trajectories", "limits", "old", 0.18),
+        StreamSpec("partials", "limits", "old", 0.04, max_age_s=DAY_S, per_subject=1),
+        StreamSpec("rewards", "workqueue", "new", 0.11),
+        StreamSpec("trajectories", "limits", "old", 0.16),
         StreamSpec("teacher", "workqueue", "new", 0.01),
         StreamSpec("reference", "workqueue", "new", 0.01),
-        StreamSpec("advantages", "workqueue", "new", 0.18),
-        StreamSpec("receipts", "limits", "old", 0.04),
+        StreamSpec("advantages", "workqueue", "new", 0.17),
+        StreamSpec("receipts", "limits", "new", 0.04),
         StreamSpec("weights", "limits", "old", 0.01),
         StreamSpec("metrics", "limits", "old", 0.05, max_age_s=7 * DAY_S),
         StreamSpec("events", "limits", "old", 0.03, max_age_s=30 * DAY_S),

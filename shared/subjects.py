@@ -12,6 +12,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 STREAMS = (
     "prompts",
+    "partials",
     "rewards",
     "trajectories",
     "teacher",
@@ -52,6 +53,10 @@ class Subjects:
     @property
     def reward_requests(self) -> str:
         return f"{self.run}.rewards.requests"
+
+    def partial(self, group_id: str, index: int | str) -> str:
+        """A finished sample of a group that is not finished; `*` for all of them."""
+        return f"{self.run}.partials.{group_id}.{index}"
 
     def trajectory(self, group_id: str) -> str:
         """One subject a group, so that the broker itself refuses a second one (`publish(..., once=True)`)."""

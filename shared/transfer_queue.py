@@ -40,8 +40,8 @@ PULL_BYTES = 16 << 20
 BLOB_HEADER = "Slipstream-Blob"
 """Marks a message whose body is a BlobRef in place of the payload."""
 BLOB_RETRY_S = 5.0
-BULK_STREAMS = {"prompts", "rewards", "trajectories", "teacher", "reference", "advantages", "dead", "blobs", "archive"}
-"""Group payloads go over `bulk`, so that receipts, weights and events never wait behind them."""
+CONTROL_STREAMS = {"receipts", "weights", "metrics", "events"}
+"""Never wait behind group payloads: they go over the other connection."""
 API_DEADLINE_S = 30.0
 NAME_IN_USE = 10058
 NO_MESSAGE = 10037
@@ -143,7 +143,7 @@ class TransferQueue:
     ) -> tuple[Publisher, Entry]:
         payload = message if isinstance(message, bytes) else wire.encode(message)
         stream = stream_of(self.subjects, subject)
-        publisher = self._bulk if stream in BULK_STREAMS else self._control
+        publisher = self._control if stream in CONTROL_STREAMS else self._bulk
         headers = {"Nats-Msg-Id": msg_id or uuid.uuid4().hex} | (ONCE if once else {})
         lane = stream if once else None  # such a subject has one message, and needs no window of its own
         if len(payload) <= MESSAGE_LIMIT:
@@ -174,6 +174,10 @@ class TransferQueue:
         channel = self.connection.control
         if len(payload) > channel.max_payload or not channel.send(subject, payload):
             self.emit_dropped += 1
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Remove every message of `subject`, which may hold wildcards, from a log."""
+        await self.connection.api(f"STREAM.PURGE.{self.subjects.stream(stream)}", {"filter": subject}, API_DEADLINE_S)
 
     # Pulling
 

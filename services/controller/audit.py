@@ -239,10 +239,10 @@ def _verified(evidence: Evidence) -> Check:
     verified = {(received.replica, received.version) for received in evidence.received if received.ok}
     lost, faults, checked = evidence.cut.get("weights", 0), [], 0
     for drawn in evidence.drawn:
-        for version in sorted(set(drawn.span_version)):
+        for replica, version in sorted(drawn.drawn_by()):
             checked += 1
-            if (drawn.replica, version) not in verified and not lost:
-                text = f"{drawn.replica or 'its replica'} drew tokens under v{version} without having verified it"
+            if (replica, version) not in verified and not lost:
+                text = f"{replica or 'its replica'} drew tokens under v{version} without having verified it"
                 faults.append(Fault(drawn.group_id, text))
     note = f"the log's limit discarded {lost} messages about weights; not checked" if lost else ""
     return Check("replicas serve only what they verified", checked, faults, note)

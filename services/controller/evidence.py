@@ -38,6 +38,8 @@ class Drawn:
     span_sample: tuple[int, ...]
     span_version: tuple[int, ...]
     span_step: tuple[int, ...]
+    replicas: tuple[str, ...] = ()
+    """[G] if several replicas drew it."""
 
     @classmethod
     def of(cls, group: Group) -> Drawn | None:
@@ -58,7 +60,13 @@ class Drawn:
             span_sample=tuple(samples.span_sample.tolist()),
             span_version=tuple(samples.span_version.tolist()),
             span_step=tuple(samples.span_step.tolist()),
+            replicas=tuple(samples.replicas),
         )
+
+    def drawn_by(self) -> set[tuple[str, int]]:
+        """(replica, version) of all that drew a token of it."""
+        who = self.replicas or (self.replica,) * self.samples
+        return {(who[sample], version) for sample, version in zip(self.span_sample, self.span_version, strict=True)}
 
     def oldest_steps(self, step_of: dict[int, int], rollbacks: Sequence[Rollback] = ()) -> list[int]:
         """[G] for each sample the oldest step that any token was drawn under, by the announcements (-1: no token).

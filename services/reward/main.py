@@ -24,7 +24,7 @@ from services.reward.scoring import FunctionError, Outcome
 from services.reward.totals import combine, kinds, names_of
 from shared import failpoints, wire
 from shared.config import ConfigError
-from shared.errors import AckTimeout
+from shared.errors import AckTimeout, TransportError
 from shared.pull import Delivery, Puller
 from shared.records import Group, Receipt
 from shared.service import Context
@@ -99,9 +99,15 @@ class Reward:
             return
         try:
             await self.ctx.vouch(handle(group))
-        except BaseException:
+        except (asyncio.CancelledError, FunctionError, TransportError):
             await delivery.nak()
             raise
+        except Exception as error:  # whatever a group does costs that group a delivery, and not the replica
+            text = f"{group.id}: {stage}: {type(error).__name__}: {error}"
+            log.exception("%s", text)
+            await self.ctx.events.publish("group_failed", text, group=group.id, delivery=delivery.delivered)
+            await delivery.nak(1.0)
+            return
         try:
             await delivery.ack()
         except AckTimeout as error:  # it comes again, and what it becomes is stored already

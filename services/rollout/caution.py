@@ -1,16 +1,18 @@
 """How many groups may run beside each other, so that a group that kills its engine takes no others along to the dead letters.
 
-A delivery counts for every group that was on an engine when it died, and too many deliveries make a group a dead letter. So after
-an engine died at work the next one begins with one group at a time, and gets twice as many with each that comes through; and a
-group in its last deliveries runs alone. Then only the one that does it is counted on. tests/rollout/test_caution.py.
+A delivery counts for every group that was on a replica when that or its engine died, and too many deliveries make a group a dead
+letter. So after a death the next engine begins with one group at a time, and gets twice as many with each that comes through; and
+a group in its last deliveries runs alone. Then only the one that does it is counted on. That the process before this one died
+is told by a file that only a clean end removes. tests/rollout/test_caution.py, tests/chaos/test_faults.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 RAMP_S = 10.0
 """An engine that lives on for so long deserves twice the trust, too: groups may take many minutes."""
@@ -21,8 +23,8 @@ LAST_TRIES = 2
 class Caution:
     """One replica's places. A place is held from before a prompt is asked for until its group is finished."""
 
-    def __init__(self, most: int, max_deliveries: int) -> None:
-        self.most, self.allowed = most, most
+    def __init__(self, most: int, max_deliveries: int, careful: bool = False) -> None:
+        self.most, self.allowed = most, 1 if careful else most
         self.suspect = max(2, max_deliveries + 1 - LAST_TRIES)
         """The delivery from which on a group runs alone."""
         self._held, self._since = 0, time.monotonic()
@@ -57,6 +59,7 @@ class Caution:
         if delivered < self.suspect:
             yield
             return
+        self.allowed, self._since = 1, time.monotonic()  # there may be more of them
         self._held -= 1  # of several suspects each waits for its turn without a place
         try:
             await self._tell()
@@ -70,3 +73,12 @@ class Caution:
     async def _tell(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+@contextmanager
+def at_work(mark: Path) -> Iterator[bool]:
+    """Leave a mark while this process works. Yields whether the one before it was killed at work."""
+    killed = mark.exists()
+    mark.touch()
+    yield killed
+    mark.unlink()  # not reached by a process that fails

@@ -7,6 +7,7 @@ An answer that does not add up (lengths, spans, ids) is refused as a whole: `Epi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,17 @@ class Aborted(EpisodeError):
     """The engine gave up in the middle of a sample: nothing is wrong with the group, it is to be sampled again."""
 
 
-def generate_request(group: Group, prompt_ids: list[int], eos_id: int, delivery: str) -> dict[str, Any]:
-    """Body of SGLang's POST /generate for the whole group: one request, n samples."""
+def generate_request(
+    group: Group, prompt_ids: list[int], eos_id: int, delivery: str, index: int | None = None
+) -> dict[str, Any]:
+    """Body of SGLang's POST /generate: for the whole group, one request and n samples; or for sample `index` alone, which is
+    then drawn with a seed of its own."""
     sampling: Sampling = group.sampling
+    seed = sampling.seed
+    if index is not None:
+        sampling = replace(sampling, n=1)
+        seed = None if seed is None else seed + index
+        delivery = f"{delivery}/{index}"
     parameters: dict[str, Any] = {
         "n": sampling.n,
         "temperature": sampling.temperature,
@@ -36,8 +45,8 @@ def generate_request(group: Group, prompt_ids: list[int], eos_id: int, delivery:
     }
     if sampling.stop:
         parameters["stop"] = sampling.stop
-    if sampling.seed is not None:
-        parameters["sampling_seed"] = sampling.seed
+    if seed is not None:
+        parameters["sampling_seed"] = seed
     return {
         "rid": f"{group.id}/{delivery}",
         "input_ids": prompt_ids,

@@ -18,17 +18,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
 from services.dcs.client import DcsUnavailable
-from services.rollout.caution import Caution
+from services.rollout.caution import Caution, at_work
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
 from services.rollout.engines.process import EngineKilled, EngineProcess, EngineStartError
 from services.rollout.engines.watch import until_hung
 from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
 from services.rollout.weights import WeightReceiver
 from shared import failpoints, waivers, wire
+from shared.errors import AckTimeout, TransportError
 from shared.pull import Delivery, Puller
 from shared.records import Group, Receipt, Samples, ints
 from shared.service import Context, ServiceFailed
@@ -45,9 +46,9 @@ STEADY_S = 30.0
 
 async def main(ctx: Context) -> None:
     """Serve with one engine after another until told to stop."""
-    deaths = 0
-    caution = Caution(ctx.config.rollout.max_running_groups, ctx.config.rollout.max_deliveries)
-    with weights_cache(ctx.run, ctx.replica) as cache:
+    deaths, options = 0, ctx.config.rollout
+    with weights_cache(ctx.run, ctx.replica) as cache, at_work(cache / "at-work") as died:
+        caution = Caution(options.max_running_groups, options.max_deliveries, careful=died)
         while not ctx.stopping.is_set():
             began = time.monotonic()
             try:
@@ -206,14 +207,17 @@ class Worker:
         except Aborted as error:
             log.info("%s: %s; it will be sampled again", delivery.msg_id, error)
             await delivery.nak()
-        except (wire.WireError, EngineError, EpisodeError) as error:
-            await self.ctx.events.publish(
-                "episode_failed", str(error), group=delivery.msg_id, delivery=delivery.delivered
-            )
-            await delivery.nak(1.0)
-        except asyncio.CancelledError:
+        except AckTimeout as error:  # it comes again, and what it became is stored already
+            log.warning("%s", error)
+            delivery.release()
+        except (asyncio.CancelledError, TransportError):
             await delivery.nak()
             raise
+        except Exception as error:  # whatever a group does costs that group a delivery, and not the replica
+            text = f"{delivery.msg_id}: {type(error).__name__}: {error}"
+            log.warning("%s", text, exc_info=not isinstance(error, EngineError | EpisodeError | wire.WireError))
+            await self.ctx.events.publish("episode_failed", text, group=delivery.msg_id, delivery=delivery.delivered)
+            await delivery.nak(1.0)
 
     async def _sample(self, group: Group, delivery: Delivery) -> None:
         ctx, config = self.ctx, self.ctx.config
@@ -253,7 +257,8 @@ class Worker:
         while not await self.receiver.wait_step(needed, POLL_S):
             if ctx.stopping.is_set():
                 return False
-            needed = Waivers.load(await ctx.kv.get(waivers.KEY)).min_step(group)
+            with suppress(TransportError):  # the broker is away; it is looked up in the next round
+                needed = Waivers.load(await ctx.kv.get(waivers.KEY)).min_step(group)
         return True
 
     async def _draw(self, group: Group, prompt_ids: list[int], delivery: Delivery) -> Samples:

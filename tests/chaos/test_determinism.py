@@ -170,7 +170,10 @@ async def test_another_run_of_the_seed_on_other_replicas(model: Path, quiet: Out
 async def test_a_trainer_killed_in_every_phase_of_a_step(model: Path, quiet: Outcome, tmp_path: Path) -> None:
     outcome = await run_once(model, tmp_path, ("rollout-0",), {"trainer-0": OF_THE_TRAINER})
     assert outcome.fired == OF_THE_TRAINER
-    early = {"weights.snapshot", "weights.announced"}  # met while the resumed weights go out, perhaps before the receipt
+    early = {
+        "weights.snapshot",
+        "weights.announced",
+    }  # met while the resumed weights go out, perhaps before the receipt
     assert len(OF_THE_TRAINER) - len(early) <= outcome.rollbacks <= len(OF_THE_TRAINER)
     check(outcome, quiet)
 

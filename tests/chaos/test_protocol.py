@@ -33,7 +33,9 @@ def check_over(world: Protocol) -> None:
     assert max(trainer.ages, default=0) <= world.rules.max_staleness
     assert world.saved[-1].weights == tuple(trainer.weights), "the last weights are not durable"
     left = {copy.ticket.group_id for copy in world.work["advantages"].messages.values()}
-    assert all(ledger.fate(group_id) in ("trained", "dropped") for group_id in left), "somebody still waits to be trained"
+    assert all(ledger.fate(group_id) in ("trained", "dropped") for group_id in left), (
+        "somebody still waits to be trained"
+    )
 
 
 class Run(RuleBasedStateMachine):

@@ -209,6 +209,15 @@ def test_tokens_of_a_version_that_the_replica_never_verified(kind):
     assert audit(evidence).ok
 
 
+def test_a_group_that_two_replicas_drew_is_held_against_both():
+    evidence = runs.sound()
+    index = next(i for i, drawn in enumerate(evidence.drawn) if drawn.group_id == "0-6")
+    evidence.drawn[index] = replace(evidence.drawn[index], replicas=("rollout-0", "rollout-1"))
+    assert audit(evidence).ok
+    evidence.drawn[index] = replace(evidence.drawn[index], replicas=("rollout-0", "rollout-7"))
+    assert faults(evidence) == {VERIFIED: ["0-6"]}
+
+
 def test_a_dead_group_must_be_kept():
     evidence = runs.sound()
     evidence.receipts.append(Receipt("dropped", "0-9", 9, 8, reason="dead:rewards"))

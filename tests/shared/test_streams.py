@@ -43,15 +43,17 @@ def test_a_queue_never_discards_and_a_log_never_blocks() -> None:
         "advantages",
     }
     for spec in SPECS.values():
-        if spec.name != "blobs":
+        if spec.name not in ("blobs", "receipts"):
             assert (spec.discard == "new") == (spec.retention == "workqueue")
     assert SPECS["blobs"].discard == "new", "a queue's message must find its payload"
+    assert SPECS["receipts"].discard == "new", "the ledger is no ledger without its first entries"
 
 
 def test_stream_of_every_subject() -> None:
     s = Subjects("run")
     expected = {
         s.prompts: "prompts",
+        s.partial("0-7.1", 3): "partials",
         s.reward_requests: "rewards",
         s.trajectory("0-7.1"): "trajectories",
         s.stage("teacher"): "teacher",

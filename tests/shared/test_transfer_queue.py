@@ -130,6 +130,27 @@ class TestPublish:
             await queue.publish(queue.subjects.prompts, b"x", deadline_s=1.0)
         assert time.monotonic() - started < 5
 
+    async def test_a_patient_service_waits_out_an_outage_longer_than_its_deadlines(
+        self, own_broker: EmbeddedBroker, connect: Any, run_name: str
+    ) -> None:
+        connection = await connect(own_broker.url)
+        connection.be_patient()
+        queue = await open_queue(connection, run_name)
+        await queue.publish(queue.subjects.prompts, b"first", "first")
+        puller = await queue.pull("prompts", "worker", prefetch=1)
+        held = await puller.next(10)
+        assert held is not None
+        await asyncio.to_thread(own_broker.kill)
+        await until(lambda: not connection.connected, "the outage is noticed")
+        many = [(queue.subjects.prompts, b"later", str(number)) for number in range(100)]  # more than a window
+        work = [queue.publish_all(many, deadline_s=1.0), held.ack(deadline_s=1.0)]
+        waiting = [asyncio.ensure_future(one) for one in work]
+        await asyncio.sleep(3.0)
+        assert not any(one.done() for one in waiting)
+        await asyncio.to_thread(own_broker.restart)
+        await asyncio.wait_for(asyncio.gather(*waiting), 20)
+        assert (await queue.depths())["prompts"].messages == 100
+
     async def test_subject_without_a_stream(self, broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
         queue = TransferQueue(await connect(broker.url), Subjects(run_name))
         with pytest.raises(StreamMissing, match=f"{run_name}.prompts.*not set up"):

@@ -32,6 +32,7 @@ MAY_CHANGE = (
     "rollout.max_running_groups",
     "rollout.on_new_weights",
     "rollout.request_timeout_s",
+    "rollout.keep_after_s",
     "rollout.start_timeout_s",
     "rollout.max_deliveries",
     "rollout.threads",
