@@ -25,6 +25,7 @@ READ_BYTES = 256 << 10
 """Least room for a read. More reads than messages is what costs."""
 LONGEST_LINE = 64 << 10
 """A control line without an end is not NATS."""
+CLOSE_S = 2.0
 CRLF = b"\r\n"
 HEADER_START = b"NATS/1.0"
 
@@ -235,8 +236,15 @@ class Link(Transport):
         await self._open.drain()
 
     async def wait_closed(self) -> None:
-        if self._protocol is not None:
-            await self._protocol.closed
+        """The socket first sends what waits for it; one whose other side does not read is cut off."""
+        protocol = self._protocol
+        if protocol is None or protocol.transport is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.shield(protocol.closed)
+        except TimeoutError:
+            protocol.transport.abort()
 
     def close(self) -> None:
         if self._protocol is not None and self._protocol.transport is not None:
