@@ -1,7 +1,7 @@
 """`slipstream`: one small file a command. `main` is the entry point of the installed script.
 
 Nothing heavy is imported before a command needs it: `slipstream --help` answers in a fraction of a second
-(`tests/e2e/test_cli.py` measures it). Exit codes are those of `shared/service.py`.
+(`tests/e2e/test_cli.py` looks at what is loaded). Exit codes are those of `shared/service.py`.
 """
 
 from __future__ import annotations
