@@ -3,7 +3,8 @@
 Guarantees: where a loss would matter a full stream refuses (`discard: new`) and the publisher waits. `allocate` gives each
 stream first what the credits say it can need, so that the trajectory log cannot discard what nobody has read, the advantages
 queue holds all that a checkpoint has yet to cover, and the ledger keeps every receipt of the run (should it fill up all the
-same, writers wait: a restart needs the first receipts as much as the last); the rest of broker.max_bytes is shared out. A run whose needs do not fit is refused before it starts. tests/shared/test_streams.py.
+same, writers wait: a restart needs the first receipts as much as the last); the rest of broker.max_bytes is shared out. A run
+whose needs do not fit is refused before it starts. tests/shared/test_streams.py.
 """
 
 from __future__ import annotations

@@ -23,15 +23,16 @@ from pathlib import Path
 
 from services.dcs.client import DcsUnavailable
 from services.rollout.caution import Caution, at_work
+from services.rollout.draw import Drawer
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
 from services.rollout.engines.process import EngineKilled, EngineProcess, EngineStartError
 from services.rollout.engines.watch import until_hung
-from services.rollout.episodes import Aborted, EpisodeError, collect, generate_request
+from services.rollout.episodes import Aborted, EpisodeError
 from services.rollout.weights import WeightReceiver
 from shared import failpoints, waivers, wire
 from shared.errors import AckTimeout, TransportError
 from shared.pull import Delivery, Puller
-from shared.records import Group, Receipt, Samples, ints
+from shared.records import Group, Receipt, ints
 from shared.service import Context, ServiceFailed
 from shared.tokenizer import Tokenizer, TokenizerError
 from shared.waivers import Waivers
@@ -107,6 +108,7 @@ class Worker:
         self, ctx: Context, engine: EngineClient, receiver: WeightReceiver, tokenizer: Tokenizer, caution: Caution
     ) -> None:
         self.ctx, self.engine, self.receiver, self.tokenizer = ctx, engine, receiver, tokenizer
+        self.drawer = Drawer(ctx, engine, tokenizer, receiver.step_of)
         self.caution = caution
         self.running = self.groups = self.samples = self.tokens = 0
         self._changed = time.monotonic()
@@ -186,7 +188,11 @@ class Worker:
             running=self.running,
         )
         self.ctx.metrics.emit(
-            groups_total=self.groups, samples_total=self.samples, tokens_total=self.tokens, running=self.running
+            groups_total=self.groups,
+            samples_total=self.samples,
+            tokens_total=self.tokens,
+            running=self.running,
+            samples_kept_total=self.drawer.kept,
         )
 
     async def _drain(self, slots: list[asyncio.Task[None]]) -> None:
@@ -237,15 +243,18 @@ class Worker:
                 log.info("%s: the round of step %d is over, so it was sampled before", group.id, group.min_step)
                 await delivery.ack()
                 return
-            samples = await self._draw(group, prompt_ids, delivery)
+            started = time.time()
+            samples = await self.drawer.draw(group, prompt_ids, delivery)
             if exact and not samples.drawn_under(group.min_step):
                 log.info("%s: interrupted by a switch of weights; it is drawn again", group.id)
                 continue
-            group.samples = samples
+            group.prompt_ids, group.samples, group.replica = ints(prompt_ids), samples, ctx.replica
+            group.times |= {"started": started, "sampled": time.time()}
         failpoints.reach("rollout.sampled")
         await ctx.queue.publish(ctx.subjects.reward_requests, group, msg_id=group.id)
         failpoints.reach("rollout.stored")
         await delivery.ack()
+        await self.drawer.forget(group)
         await self.caution.trust(came_through=True)
         self.groups += 1
         self.samples += group.sampling.n
@@ -260,15 +269,6 @@ class Worker:
             with suppress(TransportError):  # the broker is away; it is looked up in the next round
                 needed = Waivers.load(await ctx.kv.get(waivers.KEY)).min_step(group)
         return True
-
-    async def _draw(self, group: Group, prompt_ids: list[int], delivery: Delivery) -> Samples:
-        """One go at all samples of the group."""
-        config, started = self.ctx.config, time.time()
-        request = generate_request(group, prompt_ids, self.tokenizer.eos_id, f"{self.ctx.replica}-{delivery.delivered}")
-        answers = await self.engine.generate(request, timeout_s=config.rollout.request_timeout_s)
-        group.prompt_ids, group.replica = ints(prompt_ids), self.ctx.replica
-        group.times |= {"started": started, "sampled": time.time()}
-        return collect(answers, group.sampling.n, self.tokenizer, self.receiver.step_of)
 
     async def _drop(self, group: Group, why: str) -> None:
         ctx = self.ctx
