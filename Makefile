@@ -49,6 +49,7 @@ check: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.transfer_queue
 	$(BIN)/python -m benchmarks.light_engine
+	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.async_vs_sync
 	$(BIN)/python -m benchmarks.vs_trl
 
