@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from services.rollout.engines.client import EngineClient
 from services.rollout.episodes import collect, generate_request
-from shared import wire
+from shared import failpoints, wire
 from shared.pull import Delivery
 from shared.records import FinishedSample, Group, Samples
 from shared.service import Context
@@ -77,6 +77,7 @@ class Drawer:
             subject = self.ctx.subjects.partial(group.id, index)
             self._stored.add(group.id)
             await self.ctx.queue.publish(subject, record, msg_id=f"{group.id}:{index}", once=True)
+            failpoints.reach("rollout.kept")
         return one
 
     async def _finished(self, group: Group) -> dict[int, FinishedSample]:

@@ -1,7 +1,7 @@
 """`deterministic: true`: two runs of a seed, and runs killed at every point of a step, end in the same weights, bit for bit.
 
 Real services, a real broker, Megatron, the light engine and gloo broadcasts, on the example's task, with weights that may be one
-step old and a filter that drops groups. What is compared is the digest of the weights of every single step.
+step old, a filter that drops groups, and finished samples that are kept. What is compared is the digest of every step's weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OF_THE_TRAINER = [
     "trainer.covered",
 ]
 OF_OTHERS = {
-    "rollout-0": ["rollout.sampled:3", "rollout.stored:3"],
+    "rollout-0": ["rollout.kept:6", "rollout.sampled:3", "rollout.stored:3"],
     "reward-0": ["reward.scored:4", "reward.stored:4", "advantages.stored:4"],
     "controller-0": ["controller.issued:3", "controller.sent:2"],
     "dcs-0": ["dcs.allocated:2", "dcs.decided:2", "dcs.announced:2", "dcs.purging:2"],
@@ -60,6 +60,8 @@ class Outcome:
     audit: Audit
     rollbacks: int
     fired: list[str]
+    carried_on: int
+    """Groups of which a replica found finished samples of another."""
 
 
 def make_model(folder: str) -> None:
@@ -95,7 +97,7 @@ def configure(run: str, model: str, workdir: str, **changes: Any) -> RunConfig:
         },
         "algorithm": {"name": "grpo", "old_logprobs": "rollout"},
         "trainer": {"optimizer": {"lr": 1e-3}, "checkpoint": {"every": 2, "keep": 2}, "device": "cpu"},
-        "rollout": {"device": "cpu"},
+        "rollout": {"device": "cpu", "apart_from_tokens": 1, "keep_after_s": 0},
         "heartbeat_ttl_s": 3,
         "redeliver_after_s": 1.5,
         "dcs": {"timeout_s": 10},
@@ -131,12 +133,13 @@ async def run_once(
             plan = {replica: list(names) for replica, names in (points or {}).items()}
             forks = Forks(broker.url, config.run, folder / "logs", replicas, plan)
             await forks.finish(DEADLINE_S)
-            evidence = await gather(run.queue, run.kv)
+            evidence = await gather(run.queue, run.kv, with_metrics=True)
     shutil.rmtree(folder / "broker")
     digests: dict[int, str] = {}
     for told in evidence.announced:
         assert digests.setdefault(told.step, told.digest) == told.digest, f"step {told.step} was not repeated"
-    return Outcome(digests, audit(evidence), evidence.ledger().rollbacks, forks.fired)
+    carried_on = sum(event.kind == "carried_on" for event in evidence.events)
+    return Outcome(digests, audit(evidence), evidence.ledger().rollbacks, forks.fired, carried_on)
 
 
 def check(outcome: Outcome, quiet: Outcome) -> None:
@@ -181,6 +184,7 @@ async def test_a_trainer_killed_in_every_phase_of_a_step(model: Path, quiet: Out
 async def test_everybody_else_killed_in_every_phase(model: Path, quiet: Outcome, tmp_path: Path) -> None:
     outcome = await run_once(model, tmp_path, ("rollout-0", "rollout-1"), OF_OTHERS)
     assert sorted(outcome.fired) == sorted(point for names in OF_OTHERS.values() for point in names)
+    assert outcome.carried_on > 0
     check(outcome, quiet)
 
 
