@@ -11,8 +11,11 @@ overlap what they can. The settings alternate within a round, so that other load
 `ratio_async_vs_sync` and `ratio_heavy_tail` are steps per hour of asynchronous over synchronous runs, counted from the `trained`
 receipts after the first two steps. `limit` is (G + T) / max(G, T) of the synchronous runs, at most 2. That the reward is equal
 is checked on the reward by the *policy's* step (which weights drew it); `ratio_time_to_reward` is the ratio of the times to reach
-the reward that both reach. Idle shares are the trainer's, by what it waited for. Aim: at least 1.6 for fixed lengths. Other load
-on the machine makes the ratio smaller: where two busy cores are needed at once there is less to be had.
+the reward that both reach. Idle shares are the trainer's, by what it waited for. Aim: at least 1.6 for fixed lengths.
+
+Other load on the machine makes the ratio smaller (where two busy cores are needed at once there is less to be had), and load that
+comes and goes between runs makes it arbitrary. `ratio_of_busy_shares`, how much more of its time the trainer works, compares what
+was measured inside each run: for equal work it is the same ratio. Trust figures where the two agree.
 The last line is JSON.
 """
 
@@ -217,6 +220,7 @@ def compare(case: Case, sync: Measured, later: Measured) -> dict[str, Any]:
     reached = min(ends.values())
     result: dict[str, Any] = {
         "ratio": round(ratio, 3),
+        "ratio_of_busy_shares": round(later.shares()["busy"] / sync.shares()["busy"], 3),
         "limit": round((drawing + training) / max(drawing, training), 3),
         "ratio_time_to_reward": round(time_to(reached, sync) / time_to(reached, later), 3),
         "drawing_s": round(drawing, 3),
@@ -240,7 +244,10 @@ def compare(case: Case, sync: Measured, later: Measured) -> dict[str, Any]:
             f"{shares['busy']:.0%}, idle: {waits}; engine busy {found.drawing / found.seconds:.0%}; reward "
             f"{found.curve()[0]:.3f} -> {ends[name]:.3f}"
         )
-    print(f"{case.name:5s} ratio {ratio:.2f} of at most {result['limit']:.2f}; G {drawing:.2f} s, T {training:.2f} s")
+    print(
+        f"{case.name:5s} ratio {ratio:.2f} of at most {result['limit']:.2f}, by busy shares {result['ratio_of_busy_shares']:.2f}; "
+        f"G {drawing:.2f} s, T {training:.2f} s"
+    )
     return result
 
 
