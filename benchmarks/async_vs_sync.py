@@ -245,8 +245,8 @@ def compare(case: Case, sync: Measured, later: Measured) -> dict[str, Any]:
             f"{found.curve()[0]:.3f} -> {ends[name]:.3f}"
         )
     print(
-        f"{case.name:5s} ratio {ratio:.2f} of at most {result['limit']:.2f}, by busy shares {result['ratio_of_busy_shares']:.2f}; "
-        f"G {drawing:.2f} s, T {training:.2f} s"
+        f"{case.name:5s} ratio {ratio:.2f} of at most {result['limit']:.2f}, by busy shares "
+        f"{result['ratio_of_busy_shares']:.2f}; G {drawing:.2f} s, T {training:.2f} s"
     )
     return result
 
