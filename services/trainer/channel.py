@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -225,8 +226,8 @@ class Channel:
         what = (
             "; ".join(ended) or f"no rank of this machine has ended, so one hangs for more than {self.timeout_s:.0f} s"
         )
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return f"rank {self.rank} of {self.world} lost another rank: {what} ({first[:200]}); start the trainer again"
+        told = re.sub(r"^\[\S+\] ", "", str(error).strip())  # without the path of gloo's source
+        return f"rank {self.rank} of {self.world} lost another rank: {what} ({told[:120]}); start the trainer again"
 
 
 def _key(number: int) -> str:

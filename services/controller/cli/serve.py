@@ -46,7 +46,7 @@ def serve(
 
     A trainer over several hosts: `torchrun` starts the ranks, and rank 0 speaks to the broker.
 
-    `torchrun --nnodes 2 --nproc-per-node 8 ... -m services.controller.cli serve trainer --nats nats://10.0.0.5:4222 --run big`
+    `SLIPSTREAM_NATS=... SLIPSTREAM_RUN=... torchrun --nnodes 2 --nproc-per-node 8 ... -m services.controller.cli serve trainer`
 
     Exit codes: 0 drained or the run is over, 1 failed, 2 config, 3 broker, 4 another one is active.
     """

@@ -28,7 +28,7 @@ ENVIRONMENT = "SLIPSTREAM_MEGATRON_COMPAT"
 NOISE = (
     "(Transformer Engine and )?Apex (is|are) not installed",  # both are optional and need a GPU
     "full scope is deprecated",
-    "When using async grad allreduce it is recommended",  # build.py sets what it recommends, where there is CUDA
+    "When using (async grad allreduce|sequence parallelism) it is recommended",  # build.py sets that, for CUDA
     "The .grad attribute of a Tensor that is not a leaf",  # the distributed optimiser updates views
     "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )
@@ -198,7 +198,7 @@ def install(parts: str | None = None) -> tuple[str, ...]:
     chosen = _choose(os.environ.get(ENVIRONMENT) if parts is None else parts)
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("megatron.core.optimizer").setLevel(logging.WARNING)  # it writes out its config each time
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it writes out every config and every list of parameters
     with _eager() if "jit" in chosen else nullcontext():
         importlib.import_module("megatron.core")
     for name in chosen:

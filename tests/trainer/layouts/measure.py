@@ -25,7 +25,7 @@ BUDGET = 64
 GRPO = Objective("policy", GrpoConfig())
 
 
-def run_config(folder: Path, ranks: int, megatron: dict[str, Any], **trainer: Any) -> RunConfig:
+def run_config(folder: Path, ranks: int, megatron: dict[str, Any], dtype: str = "float32", **trainer: Any) -> RunConfig:
     """The least that a run file needs, around `trainer.megatron`."""
     return parse(
         {
@@ -33,7 +33,7 @@ def run_config(folder: Path, ranks: int, megatron: dict[str, Any], **trainer: An
             "steps": 1,
             "groups_per_step": 1,
             "samples_per_group": 2,
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder), "dtype": dtype},
             "prompts": {"source": "unused.prompts"},
             "reward": {"functions": [{"path": "unused.reward"}]},
             "sampling": {"max_new_tokens": 16, "max_prompt_tokens": 16},

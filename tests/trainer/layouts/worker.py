@@ -21,9 +21,10 @@ from tests.trainer.layouts.measure import all_logprobs, measure, run_config
 
 
 def main(plan: dict[str, Any], root: Path) -> None:
-    """`plan`: {"ranks", "layouts": {name: {"model", "megatron", "only_logprobs"}}}. Models and results lie below `root`."""
+    """`plan`: {"ranks", "layouts": {name: {"model", "megatron", "dtype", "reference"}}}. Models and results lie below `root`; a
+    layout without a reference only gives log-probabilities."""
     configs = {
-        name: run_config(root / one["model"], plan["ranks"], one["megatron"], rank_timeout_s=60)
+        name: run_config(root / one["model"], plan["ranks"], one["megatron"], one["dtype"], rank_timeout_s=60)
         for name, one in plan["layouts"].items()
     }
     channel = join(next(iter(configs.values())))
@@ -34,11 +35,12 @@ def main(plan: dict[str, Any], root: Path) -> None:
             follow(ranks)
             continue
         policy, out = ranks.add("policy", Path(config.model.path)), root / "results" / name
-        if plan["layouts"][name]["only_logprobs"]:
+        reference = plan["layouts"][name]["reference"]
+        if reference is None:
             out.mkdir(parents=True)
             save_file({"logprobs": all_logprobs(policy)}, out / "logprobs.safetensors")
         else:
-            measure(policy, out, root / "results" / plan["layouts"][name]["model"])
+            measure(policy, out, root / "results" / reference)
         channel.order({"do": LEAVE})
         print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
 

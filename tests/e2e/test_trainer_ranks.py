@@ -1,0 +1,76 @@
+"""The example with a trainer of two ranks: tensor-parallel, started by the trainer itself, and data-parallel under torchrun.
+
+Both finish, and their books balance; a rank that is killed ends the trainer, and the next one goes on from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, STDOUT
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.trainer.checkpoint import CheckpointStore
+from tests.e2e.test_run import DEADLINE_S, EXAMPLE, GROUPS, Example, heartbeat, until_trained
+from tests.shared.runs import until
+
+STEPS = 8
+RANKS = ["trainer.ranks=2", "trainer.rank_timeout_s=60", "trainer.warm_start.steps=40", f"steps={STEPS}"]
+
+
+@pytest.fixture
+async def example(tmp_path: Path) -> AsyncIterator[Example]:
+    example = Example(tmp_path)
+    yield example
+    await example.close()
+
+
+def balanced(report: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert found["balanced"], found
+    assert found["faults"] == []
+    assert found["trained"] == STEPS * GROUPS
+    return found
+
+
+async def test_two_tensor_parallel_ranks_and_one_of_them_killed(example: Example) -> None:
+    megatron = "trainer.megatron={tensor_model_parallel_size: 2, sequence_parallel: true}"
+    up = await example.up(*RANKS, megatron, "trainer.checkpoint.every=2")
+    async with example.attached() as run:
+        await until_trained(run, 3 * GROUPS)
+        await until(lambda: CheckpointStore(example.workdir / "checkpoints").entries()[1:], "a checkpoint", DEADLINE_S)
+        beat = await heartbeat(run, "trainer-0")
+        assert beat is not None
+        (other,) = psutil.Process(beat.pid).children()
+        other.send_signal(signal.SIGKILL)
+        assert await asyncio.wait_for(up.wait(), DEADLINE_S) == 0, (example.folder / "output.txt").read_text()
+    balanced(example.report)
+    log = (example.workdir / "logs/trainer-0.log").read_text()
+    assert "lost another rank: rank 1 ended with exit code -9" in log
+    assert not other.is_running()
+
+
+async def test_two_replicas_with_the_distributed_optimiser_under_torchrun(example: Example) -> None:
+    sets = [*RANKS, "trainer.megatron.use_distributed_optimizer=true", f"model.path={example.folder}/model"]
+    up = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.e2e.up_with_torchrun", str(EXAMPLE), "2", str(example.report), *sets),
+        cwd=example.folder,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[2]), "OMP_NUM_THREADS": "1"},
+        stdin=DEVNULL,
+        stdout=(example.folder / "output.txt").open("ab"),
+        stderr=STDOUT,
+    )
+    example.processes.append(up)
+    assert await asyncio.wait_for(up.wait(), DEADLINE_S) == 0, (example.folder / "output.txt").read_text()
+    balanced(example.report)
+    assert "trainer rank 1" not in (example.workdir / "logs/trainer-0.log").read_text(), (
+        "the other rank had nothing to say"
+    )
