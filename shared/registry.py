@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared import wire
-from shared.errors import AlreadyActive, Conflict, KeyExists, LeaseLost
+from shared.errors import AlreadyActive, Conflict, KeyExists, LeaseLost, TransportError
 from shared.jetstream import Connection
 from shared.kv import KV
 from shared.records import Heartbeat
@@ -64,6 +64,25 @@ class Registry:
         await self._kv.put(key, wire.encode(heartbeat), ttl_s=self.ttl_s)
         if (lease := self._leases.get(heartbeat.service)) is not None:
             await lease.renew()
+
+    async def probe(self, deadline_s: float) -> bool:
+        """Whether the broker stores what is written now: a silent replica may be one that is not heard."""
+        try:
+            await asyncio.wait_for(self._kv.put("probe", b"", ttl_s=self.ttl_s), deadline_s)
+        except (TransportError, TimeoutError):
+            return False
+        return True
+
+    async def assure(self, service: str) -> bool:
+        """Before anything that only the active one may do: whether this process has held the lease of `service` without a break.
+        False after it stood still, or did not reach the broker, for longer than the TTL: another may have been active since, so
+        it has to look first at what was done. Raises LeaseLost if another is active now."""
+        if (lease := self._leases.get(service)) is None:
+            return True
+        if _now() - lease.renewed > self.ttl_s / 2:
+            await lease.renew()
+        broken, lease.broken = lease.broken, False
+        return not broken
 
     async def leave(self, service: str, replica: str) -> None:
         """Take the heartbeat away: a replica that stops on purpose is gone at once."""
@@ -119,12 +138,16 @@ class Lease:
 
     def __init__(self, registry: Registry, key: str, record: LeaseRecord, revision: int) -> None:
         self._registry, self._key, self.record, self._revision = registry, key, record, revision
+        self.renewed = _now()
+        self.broken = False
+        """It may have been somebody else's for a while; `Registry.assure` tells once."""
 
     async def renew(self) -> None:
         """Raises LeaseLost if another process has it now. One that merely ran out is taken again."""
-        kv, value = self._registry._kv, wire.encode(self.record)
+        kv, value, asked = self._registry._kv, wire.encode(self.record), _now()
         try:
             self._revision = await kv.update(self._key, value, self._revision, ttl_s=self._registry.ttl_s)
+            self._renewed(asked)
             return
         except Conflict as error:
             held = await kv.get(self._key)
@@ -133,9 +156,14 @@ class Lease:
                 raise LeaseLost(self.record.service, str(wire.decode(held[0], LeaseRecord))) from error
         try:
             self._revision = await kv.create(self._key, value, ttl_s=self._registry.ttl_s)
+            self._renewed(asked)
         except KeyExists as error:
             self._forget()
             raise LeaseLost(self.record.service, "taken by another process just now") from error
+
+    def _renewed(self, at: float) -> None:
+        self.broken = self.broken or at - self.renewed >= self._registry.ttl_s
+        self.renewed = at
 
     async def release(self) -> None:
         """Free it for the next one, if it is still held."""
@@ -147,6 +175,11 @@ class Lease:
     def _forget(self) -> None:
         if self._registry._leases.get(self.record.service) is self:
             del self._registry._leases[self.record.service]
+
+
+def _now() -> float:
+    """Seconds that also pass while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def process_start(pid: int) -> int:

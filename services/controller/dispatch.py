@@ -50,6 +50,8 @@ class Dispatcher:
         self.stored_waivers = Waivers()
         self.last_seq = 0
         self.unreadable = 0
+        self.behind = False
+        """It stood still so long that another may have been active: receipts come first, then issuing."""
         self.completed = 0
         """Updates that are complete and reported."""
 
@@ -95,7 +97,10 @@ class Dispatcher:
         if not tickets:
             return 0
         groups = await self.ctx.compute(self._groups, tickets)
-        for ticket in tickets:
+        for count, ticket in enumerate(tickets):
+            if not await self.ctx.registry.assure(self.ctx.service):
+                groups, self.behind = groups[:count], True
+                break
             receipt = issued_receipt(ticket)
             await self.ctx.queue.publish(self.ctx.subjects.receipts, receipt, msg_id=f"issued:{ticket.group_id}")
             self.credits.apply(receipt)
@@ -105,6 +110,11 @@ class Dispatcher:
         self.cursor.sent = self.credits.ledger.next_issue
         await self._store_cursor()
         return len(groups)
+
+    async def newest(self) -> int:
+        """The sequence number of the newest receipt."""
+        last = await self.ctx.queue.last(self.ctx.subjects.receipts)
+        return last[1] if last else 0
 
     async def evaluate(self) -> int | None:
         """Send the evaluation that is due. Its step."""

@@ -91,6 +91,14 @@ class Controller:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    async def _up_to_date(self) -> bool:
+        """Not if another controller may have been active meanwhile, and its receipts are not all folded yet."""
+        if not await self.ctx.registry.assure(self.ctx.service):
+            self.dispatcher.behind = True
+        if self.dispatcher.behind:
+            self.dispatcher.behind = self.dispatcher.last_seq < await self.dispatcher.newest()
+        return not self.dispatcher.behind
+
     async def _fold_news(self) -> None:
         """Everything that lies there; if nothing does, the next receipt or a moment's rest."""
         with self.ctx.metrics.wait("receipts"):

@@ -108,6 +108,33 @@ async def test_lease_that_merely_ran_out_is_taken_again(broker: EmbeddedBroker, 
     await lease.release()
 
 
+async def test_a_break_in_the_lease_is_told_once(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    """Who stood still for longer than the TTL must look at what another may have done, even if the lease is free again."""
+    only = await registry(connect, broker.url, run_name, ttl_s=1)
+    assert await only.assure("trainer"), "nobody asked for a lease"
+    await only.claim("trainer")
+    for _ in range(3):
+        await asyncio.sleep(0.7)
+        assert await only.assure("trainer"), "asking keeps it"
+    await asyncio.sleep(1.2)
+    await only.beat(a_beat("trainer", "0"))
+    assert not await only.assure("trainer")
+    assert await only.assure("trainer")
+    await asyncio.sleep(1.5)
+    other = await registry(connect, broker.url, run_name, ttl_s=60)
+    await until(lambda: _claims(other), "the lease is free")
+    with pytest.raises(LeaseLost):
+        await only.assure("trainer")
+
+
+async def _claims(registry: Any) -> bool:
+    try:
+        await registry.claim("trainer")
+    except AlreadyActive:
+        return False
+    return True
+
+
 async def test_neighbour_sees_a_dead_process_at_once(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
     here = await registry(connect, broker.url, run_name)
     code = "import sys; sys.stdin.read()"
