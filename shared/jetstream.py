@@ -109,7 +109,9 @@ class Channel:
         self._deaf: AccessDenied | None = None
         """Set when this user may not listen for answers at all."""
         self.patient = False
-        """Deadlines of publishes and acks do not run while the broker is away: a service outlives an outage of any length."""
+        """Deadlines of publishes and acks do not run while the broker is away or cannot store: a service outlives that."""
+        self.stores = True
+        """False from the first sign that the broker has no room on its disk, until it stores something again."""
         self.connections = 0
         """How many have stood so far. What was subscribed on an earlier one is gone."""
 
@@ -163,8 +165,8 @@ class Channel:
 
     @property
     def waits(self) -> bool:
-        """The broker is away, and that is no reason to give up."""
-        return self.patient and not self.connected
+        """The broker is away or cannot store, and that is no reason to give up."""
+        return self.patient and not (self.connected and self.stores)
 
     @property
     def max_payload(self) -> int:

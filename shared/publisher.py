@@ -2,9 +2,10 @@
 
 Guarantees: every message ends in its stream's sequence number or in an exception; a message is sent again, with the same
 `Nats-Msg-Id`, until the broker has stored it exactly once or its deadline passes (which, on a patient channel, does not run
-while the broker is away); a full stream makes the lane wait, with one message probing, instead of the whole window hammering;
-messages of one subject are first sent, and after a reconnect sent again, in the order in which they were submitted. (With a full
-stream several messages may be under way when room appears, so strict order there needs a caller that awaits each publish.)
+while the broker is away or its disk is full); a full stream makes the lane wait, with one message probing, instead of the whole
+window hammering; messages of one subject are first sent, and after a reconnect sent again, in the order in which they were
+submitted. (With a full stream several messages may be under way when room appears, so strict order there needs a caller that
+awaits each publish.)
 
 The window, the gate and their order are held by tests/shared/test_publisher.py, the promises over SIGKILL of the broker by
 tests/shared/test_transfer_queue.py.
@@ -224,9 +225,9 @@ class Publisher:
             self.duplicates += 1
             self._accept(entry, int(first[0]))
         elif code == STORE_FAILED:
-            entry.fail(StorageExhausted(redact(self.channel.url), entry.subject, text))
+            self._no_room(entry, StorageExhausted(redact(self.channel.url), entry.subject, text))
         elif isinstance(known := api_error(error, entry.subject, redact(self.channel.url)), StorageExhausted):
-            entry.fail(known)
+            self._no_room(entry, known)
         elif int(error.get("code", 0)) == 503:
             self._hold(entry, text)
         else:
@@ -237,8 +238,22 @@ class Publisher:
         entry.future.set_result(seq)
         if not lane.blocked:
             return
+    def _no_room(self, entry: Entry, error: StorageExhausted) -> None:
+        """The broker's disk is full or broken."""
+        if not self.channel.patient:
+            entry.fail(error)
+            return
+        self._tell_no_room(error)
+        self._hold(entry, str(error))
+
+    def _tell_no_room(self, error: StorageExhausted) -> None:
+        if self.channel.stores:
+            log.error("%s. Waiting until it stores again", error)
+        self.channel.stores = False
+
         lane.probe_s = PROBE_S[0]
         lane.blocked_since = time.monotonic()
+        self.channel.stores = True
         entry.state = DONE
         nexts = lane.unsent(2)  # two for one: the window opens again as fast as room appears, not all at once
         if not nexts:
@@ -342,6 +357,9 @@ class Publisher:
                 if entry.silent_since and time.monotonic() - entry.silent_since > MUTE_S:
                     entry.fail(StorageExhausted(redact(self.channel.url), entry.subject, why))
 
+        if self.channel.patient:
+            self._tell_no_room(StorageExhausted(redact(self.channel.url), "all subjects", why))
+            return
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)

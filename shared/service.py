@@ -18,6 +18,7 @@ and goes on beating, for a computation at most `hang_timeout_s`. tests/shared/te
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -238,7 +239,11 @@ async def _work(context: Context, main: Callable[[Context], Awaitable[None]]) ->
     except (AlreadyActive, LeaseLost, ConfigError):
         raise
     except Exception as error:
-        await asyncio.wait_for(context.events.publish("failed", f"{type(error).__name__}: {error}"), CONNECT_DEADLINE_S)
+        with contextlib.suppress(
+            TransportError, TimeoutError
+        ):  # what is told of is the error, not that it could not be told
+            telling = context.events.publish("failed", f"{type(error).__name__}: {error}")
+            await asyncio.wait_for(telling, CONNECT_DEADLINE_S)
         raise
     finally:
         for watcher in watchers:

@@ -17,6 +17,7 @@ from shared.jetstream import Waiter
 from shared.link import Frame
 from shared.publisher import WINDOW_BYTES, WINDOW_MESSAGES, Publisher
 from shared.pull import Position, position
+from tests.shared.runs import until
 
 
 class FakeBroker:
@@ -25,6 +26,7 @@ class FakeBroker:
     def __init__(self, fault: Callable[[], str]) -> None:
         self.fault = fault
         self.url, self.max_payload, self.connected = "nats://fake", 1 << 20, True
+        self.patient, self.stores, self.waits = False, True, False
         self.stored: list[str] = []
         self.under_way = self.most_under_way = self.most_bytes = self.sent = 0
         self._waiters: dict[str, Waiter] = {}
@@ -202,6 +204,21 @@ async def test_broker_that_answers_but_stores_nothing(monkeypatch: pytest.Monkey
     publisher = publisher_on(FakeBroker(lambda: "mute"))
     with pytest.raises(StorageExhausted, match=r"disk is full or broken"):
         await asyncio.wait_for(send(publisher, 3), 5)
+    publisher.close()
+
+
+async def test_a_patient_service_waits_for_a_disk_to_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MUTE_S", 0.1)
+    broker = FakeBroker(lambda: "mute")
+    broker.patient = True
+    publisher = publisher_on(broker)
+    work = asyncio.create_task(send(publisher, 3))
+    await until(lambda: not broker.stores, "it is noticed")
+    assert not work.done()
+    broker.fault = lambda: "ok"
+    broker.reconnect()
+    await asyncio.wait_for(work, 5)
+    assert broker.stores
     publisher.close()
 
 

@@ -1,67 +1,112 @@
-"""Keeps the private broker alive: started again on its store when it dies, and when it lives but greets nobody.
+"""Watches the broker: whether it stores what is written, and, if it is the run's own, that it lives.
 
-Gives up only when it cannot be started at all, or never stays up. tests/e2e/test_up.py kills and stops it.
+A private broker is started again on its store when it dies, when it lives but greets nobody, and when it greets but stores
+nothing although there is room on its disk: nats-server does not recover by itself from a disk that was full. While the disk is
+full the run waits, and says so once. Gives up only when the broker cannot be started at all or never stays up.
+tests/e2e/test_up.py kills and stops it, tests/chaos/test_faults.py fills its disk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Callable
 
 from services.controller.launchers.broker import PrivateBroker
 from services.controller.launchers.telling import Teller
-from shared.broker import BrokerError, StartFailed
+from shared.broker import LEAST_FREE_BYTES, BrokerError, DiskFull, StartFailed
+from shared.registry import Registry
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+PROBE_EVERY_S = 2.0
+PROBE_S = 3.0
 STEADY_S = 10.0
 """A broker that served for so long is up; deaths before that count as one series."""
 SERIES = 6
 """So many deaths in one series, and it is given up."""
+LONGEST_LOOK_S = POLL_S + PROBE_S + 1.0
+"""The most that one look may add to a silence: a launcher that slept itself must not count its own sleep."""
 
 
-async def keep_broker(broker: PrivateBroker, silent_s: float, teller: Teller, say: Callable[[str, str], None]) -> str:
-    """Until it cannot go on: why. One that does not greet for `silent_s` is replaced."""
-    deaths, up_since = 0, time.monotonic()
-    while True:
-        how = await _until_it_fails(broker, silent_s)
-        died = time.monotonic()
-        deaths = 1 if died - up_since > STEADY_S else deaths + 1
-        if deaths >= SERIES:
-            return f"the broker failed {deaths} times in a row soon after its start; see {broker.store}/nats-server.log"
-        pid = broker.pid
-        try:
-            await asyncio.to_thread(broker.restart)
-        except StartFailed as error:  # it died while it started; the next round counts that
-            log.warning("%s", error)
-            continue
-        except BrokerError as error:
-            return f"the broker {how} and cannot be started again: {error}"
-        up_since = time.monotonic()
-        down_s = up_since - died
-        say(
-            f"the broker {how}; started again on its store (pid {broker.pid}) after {down_s:.1f} s, nothing is lost",
-            "yellow",
-        )
+class BrokerKeeper:
+    """`watch` for any broker, `keep` for the run's own."""
+
+    def __init__(self, registry: Registry, silent_s: float, teller: Teller, say: Callable[[str, str], None]) -> None:
+        self._registry, self._silent_s, self._teller, self._say = registry, silent_s, teller, say
+        self.stores = True
+        """It stored what was written at the last look."""
+        self._unheard_s = 0.0
+        self._full = False
+
+    async def watch(self) -> None:
+        """See whether it stores, for ever."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            self.stores = await self._registry.probe(PROBE_S)
+            now = time.monotonic()
+            self._unheard_s = 0.0 if self.stores else self._unheard_s + min(now - looked, LONGEST_LOOK_S)
+            looked = now
+
+    async def keep(self, broker: PrivateBroker) -> str:
+        """Keep it alive until it cannot go on: why."""
+        deaths, up_since = 0, time.monotonic()
+        while True:
+            how = await self._until_it_fails(broker)
+            died = time.monotonic()
+            deaths = 1 if died - up_since > STEADY_S else deaths + 1
+            if deaths >= SERIES:
+                return f"the broker failed {deaths} times in a row soon after its start; see {broker.store}/nats-server.log"
+            old_pid = broker.pid
+            try:
+                await asyncio.to_thread(broker.restart)
+            except StartFailed as error:  # it died while it started; the next round counts that
+                log.warning("%s", error)
+                continue
+            except DiskFull:
+                self._tell_full(broker)
+                deaths -= 1
+                continue
+            except BrokerError as error:
+                return f"the broker {how} and cannot be started again: {error}"
+            up_since, self._unheard_s, self._full = time.monotonic(), 0.0, False
+            self._tell_restart(broker, how, old_pid, up_since - died)
+
+    async def _until_it_fails(self, broker: PrivateBroker) -> str:
+        """How it failed."""
+        silent_s, looked = 0.0, time.monotonic()
+        while True:
+            await asyncio.sleep(POLL_S)
+            if not broker.running:
+                return "died"
+            greets = await asyncio.to_thread(broker.serves)
+            now = time.monotonic()
+            silent_s = 0.0 if greets else silent_s + min(now - looked, LONGEST_LOOK_S)
+            looked = now
+            if silent_s > self._silent_s:
+                return f"lived without a word for {silent_s:.0f} s"
+            if greets and self._unheard_s > self._silent_s:
+                if shutil.disk_usage(broker.store).free >= LEAST_FREE_BYTES:
+                    return f"stored nothing for {self._unheard_s:.0f} s"
+                self._tell_full(broker)
+
+    def _tell_restart(self, broker: PrivateBroker, how: str, old_pid: int, down_s: float) -> None:
+        self._say(f"the broker {how}; started again on its store (pid {broker.pid}), nothing is lost", "yellow")
         text = f"the private broker {how} and was started again"
-        teller.tell("up", "up", "broker", text, cause=how, old_pid=pid, pid=broker.pid, down_s=round(down_s, 2))
+        self._teller.tell(
+            "up", "up", "broker", text, cause=how, old_pid=old_pid, pid=broker.pid, down_s=round(down_s, 2)
+        )
 
-
-async def _until_it_fails(broker: PrivateBroker, silent_s: float) -> str:
-    """How it failed."""
-    silent = 0.0
-    looked = time.monotonic()
-    while True:
-        await asyncio.sleep(POLL_S)
-        if not broker.running:
-            return "died"
-        serves = await asyncio.to_thread(broker.serves)
-        now = time.monotonic()
-        # A launcher that slept itself must not count its own sleep as the broker's silence.
-        silent = 0.0 if serves else silent + min(now - looked, 4 * POLL_S + 1.0)
-        looked = now
-        if silent > silent_s:
-            return f"lived without a word for {silent:.0f} s and was killed"
+    def _tell_full(self, broker: PrivateBroker) -> None:
+        """Once."""
+        if self._full:
+            return
+        self._full = True
+        free = shutil.disk_usage(broker.store).free
+        text = f"the disk of the broker is full ({free} bytes free at {broker.store}, {LEAST_FREE_BYTES} are needed)"
+        self._say(f"{text}; the run waits until there is room", "red")
+        self._teller.tell("up", "up", "disk_full", text, free=free)

@@ -36,8 +36,11 @@ class Keeper:
         supervisor: Supervisor,
         teller: Teller,
         say: Callable[[str, str], None],
+        broker_stores: Callable[[], bool],
     ) -> None:
         self.run, self.launcher, self.supervisor, self.teller, self.say = run, launcher, supervisor, teller, say
+        self.broker_stores = broker_stores
+        """Nobody is accused of silence while the broker stores nothing."""
         self._numbers: dict[str, tuple[str, int]] = {}
         self._news = asyncio.Event()
 
@@ -139,6 +142,9 @@ class Keeper:
     async def _watch_beats(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
+            if not self.broker_stores():
+                self.supervisor.blind()
+                continue
             try:
                 beats = await self.run.registry.alive()
             except TransportError as error:

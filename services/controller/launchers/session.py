@@ -19,7 +19,7 @@ from rich.live import Live
 
 from services.controller.attach import Run
 from services.controller.launchers.broker import PrivateBroker
-from services.controller.launchers.broker_keeper import keep_broker
+from services.controller.launchers.broker_keeper import BrokerKeeper
 from services.controller.launchers.keeper import Keeper
 from services.controller.launchers.local import LocalLauncher
 from services.controller.launchers.supervision import Rules, Supervisor
@@ -93,14 +93,17 @@ class Session:
         self.interrupts, self.console = interrupts, console
         self.view = RunView(config)
         self.teller = Teller(run)
-        rules = Rules(silent_s=config.heartbeat_ttl_s)
-        self.keeper = Keeper(run, launcher, Supervisor(rules), self.teller, self.say)
+        silent_s = config.heartbeat_ttl_s
+        self.broker_keeper = BrokerKeeper(run.registry, silent_s, self.teller, self.say)
+        self.keeper = Keeper(
+            run, launcher, Supervisor(Rules(silent_s)), self.teller, self.say, lambda: self.broker_keeper.stores
+        )
         self._began = time.time()
         self._told: set[float] = set()
         self._helpers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._helpers = [asyncio.create_task(self._show())]
+        self._helpers = [asyncio.create_task(self._show()), asyncio.create_task(self.broker_keeper.watch())]
         await self.keeper.start(services_of(self.config))
         self.teller.tell("up", "up", "started", f"{len(self.launcher.children)} services", host="local")
 
@@ -155,9 +158,7 @@ class Session:
         return Outcome("failed", 1, why)
 
     async def _keep_broker(self, broker: PrivateBroker) -> Outcome:
-        return Outcome(
-            "failed", BROKER_LOST, await keep_broker(broker, self.config.heartbeat_ttl_s, self.teller, self.say)
-        )
+        return Outcome("failed", BROKER_LOST, await self.broker_keeper.keep(broker))
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(text, style=style, markup=False, highlight=False)
