@@ -114,6 +114,10 @@ class Lane:
     def has_room(self, size: int) -> bool:
         return not self.entries or (len(self.entries) < WINDOW_MESSAGES and self.bytes + size <= WINDOW_BYTES)
 
+    def half_empty(self) -> bool:
+        """Then whoever waits is woken, to send a burst: waking up for every single ack costs more than sending."""
+        return len(self.entries) <= WINDOW_MESSAGES // 2 and self.bytes <= WINDOW_BYTES // 2
+
     def unsent(self, limit: int) -> list[Entry]:
         found = []
         for entry in self.entries.values():
@@ -193,7 +197,8 @@ class Publisher:
         self.channel.forget(entry.reply)
         del lane.entries[number]
         lane.bytes -= len(entry.payload)
-        lane.room.set()
+        if lane.half_empty():
+            lane.room.set()
 
     def _send(self, entry: Entry) -> None:
         entry.state, entry.sent_at, entry.seen = SENT, time.monotonic(), "no answer"
@@ -233,11 +238,6 @@ class Publisher:
         else:
             entry.fail(PublishRefused(entry.subject, text, code))
 
-    def _accept(self, entry: Entry, seq: int) -> None:
-        lane = entry.lane
-        entry.future.set_result(seq)
-        if not lane.blocked:
-            return
     def _no_room(self, entry: Entry, error: StorageExhausted) -> None:
         """The broker's disk is full or broken."""
         if not self.channel.patient:
@@ -251,9 +251,14 @@ class Publisher:
             log.error("%s. Waiting until it stores again", error)
         self.channel.stores = False
 
+    def _accept(self, entry: Entry, seq: int) -> None:
+        lane = entry.lane
+        self.channel.stores = True
+        entry.future.set_result(seq)
+        if not lane.blocked:
+            return
         lane.probe_s = PROBE_S[0]
         lane.blocked_since = time.monotonic()
-        self.channel.stores = True
         entry.state = DONE
         nexts = lane.unsent(2)  # two for one: the window opens again as fast as room appears, not all at once
         if not nexts:
@@ -355,11 +360,12 @@ class Publisher:
         for lane in self._lanes.values():
             for entry in list(lane.entries.values()):
                 if entry.silent_since and time.monotonic() - entry.silent_since > MUTE_S:
-                    entry.fail(StorageExhausted(redact(self.channel.url), entry.subject, why))
+                    error = StorageExhausted(redact(self.channel.url), entry.subject, why)
+                    if not self.channel.patient:
+                        entry.fail(error)
+                    else:
+                        self._tell_no_room(error)
 
-        if self.channel.patient:
-            self._tell_no_room(StorageExhausted(redact(self.channel.url), "all subjects", why))
-            return
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
