@@ -31,10 +31,10 @@ class Bench:
     def weights(self, step: int) -> None:
         self.receiver.step, self.engine.version = step, step + 1
 
-    async def take(self, min_step: int, issue: int = 0) -> asyncio.Task[None]:
+    async def take(self, min_step: int, issue: int = 0, msg_id: str | None = None) -> asyncio.Task[None]:
         """Hand a prompt to the worker."""
         one = Group(f"0-{issue}", "train", issue, issue, min_step, "p", None, {}, Sampling(2, 8, seed=1))
-        await self.ctx.queue.publish(self.ctx.subjects.prompts, one)
+        await self.ctx.queue.publish(self.ctx.subjects.prompts, one, msg_id=msg_id or one.id)
         delivery = await self.puller.next(5)
         assert delivery is not None
         return asyncio.create_task(self.worker._episode(delivery))
@@ -116,6 +116,6 @@ async def test_otherwise_newer_weights_will_do(bench: Bench) -> None:
 
 async def test_a_second_delivery_leaves_one_request(bench: Bench) -> None:
     bench.ctx.config.deterministic = False
-    for _ in range(2):
-        await (await bench.take(min_step=0))
+    for msg_id in ("0-0", "as if the broker had forgotten the first"):
+        await (await bench.take(min_step=0, msg_id=msg_id))
     assert [group.id for group in await bench.made()] == ["0-0"]
