@@ -1,7 +1,8 @@
 """Services as forks of one process that has imported everything: a restart costs milliseconds instead of seconds of imports.
 
 A fork lives as `slipstream serve` does, under a failpoint if it is given one. `Forks` starts each replica again when a failpoint
-has killed it, with the next one of its list, and remembers which it has seen fire.
+has killed it, with the next one of its list, and remembers which it has seen fire. One that finds its role taken is started again
+until it is free; one that was `doomed` may end as it likes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 SERVICES = ("controller", "dcs", "trainer", "reward", "rollout")
 POLL_S = 0.02
+ROLE_TAKEN = 4
 
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload([f"services.{service}.main" for service in SERVICES])
@@ -64,6 +66,9 @@ class Forks:
     replicas: tuple[str, ...]
     points: dict[str, list[str]] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)
+    ended: dict[str, int] = field(default_factory=dict)
+    """Exit codes of doomed replicas."""
+    _doomed: set[str] = field(default_factory=set)
     _living: dict[str, tuple[multiprocessing.context.ForkServerProcess, str | None]] = field(default_factory=dict)
 
     def start(self, replica: str) -> None:
@@ -75,6 +80,15 @@ class Forks:
         )
         process.start()
         self._living[replica] = process, point
+
+    def send(self, replica: str, number: signal.Signals) -> None:
+        process, _ = self._living[replica]
+        assert process.pid is not None
+        os.kill(process.pid, number)
+
+    def doom(self, replica: str) -> None:
+        """It is expected to end before the run does, and not to be started again."""
+        self._doomed.add(replica)
 
     async def finish(self, deadline_s: float) -> None:
         """Until all have left by themselves, with exit code 0."""
@@ -100,6 +114,10 @@ class Forks:
             del self._living[replica]
             if process.exitcode == -signal.SIGKILL and point is not None:
                 self.fired.append(point)
+                self.start(replica)
+            elif replica in self._doomed:
+                self.ended[replica] = process.exitcode
+            elif process.exitcode == ROLE_TAKEN:
                 self.start(replica)
             elif process.exitcode != 0:
                 raise AssertionError(f"{replica} ended with {process.exitcode}:\n{self.tail(replica)}")

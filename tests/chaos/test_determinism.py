@@ -6,20 +6,27 @@ step old, a filter that drops groups, and finished samples that are kept. What i
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import signal
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.controller.attach import attach
+from services.controller.attach import Run, attach
 from services.controller.audit import Audit, audit
 from services.controller.evidence import gather
+from shared import wire
 from shared.broker import EmbeddedBroker
 from shared.config import RunConfig, parse
 from shared.failpoints import POINTS
+from shared.ledger import Ledger
+from shared.records import Receipt
 from tests.chaos.fork import Forks, call
+from tests.shared.runs import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters"
 STEPS, GROUPS = 14, 4
@@ -120,8 +127,16 @@ async def quiet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     return await run_once(model, tmp_path_factory.mktemp("quiet"), ("rollout-0",))
 
 
+Disturb = Callable[[Run, Forks], Coroutine[Any, Any, None]]
+
+
 async def run_once(
-    model: Path, folder: Path, rollouts: tuple[str, ...], points: dict[str, list[str]] | None = None, **changes: Any
+    model: Path,
+    folder: Path,
+    rollouts: tuple[str, ...],
+    points: dict[str, list[str]] | None = None,
+    disturb: Disturb | None = None,
+    **changes: Any,
 ) -> Outcome:
     config = configure("exact", str(model), str(folder / "work"), **changes)
     with EmbeddedBroker(folder / "broker") as broker:
@@ -132,7 +147,10 @@ async def run_once(
             replicas = ("dcs-0", "controller-0", "trainer-0", "reward-0", *rollouts)
             plan = {replica: list(names) for replica, names in (points or {}).items()}
             forks = Forks(broker.url, config.run, folder / "logs", replicas, plan)
-            await forks.finish(DEADLINE_S)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(forks.finish(DEADLINE_S))
+                if disturb is not None:
+                    tasks.create_task(disturb(run, forks))
             evidence = await gather(run.queue, run.kv, with_metrics=True)
     shutil.rmtree(folder / "broker")
     digests: dict[int, str] = {}
@@ -186,6 +204,39 @@ async def test_everybody_else_killed_in_every_phase(model: Path, quiet: Outcome,
     assert sorted(outcome.fired) == sorted(point for names in OF_OTHERS.values() for point in names)
     assert outcome.carried_on > 0
     check(outcome, quiet)
+
+
+@pytest.mark.parametrize("service", ["trainer", "controller"])
+async def test_one_that_is_stopped_replaced_and_woken_again(
+    service: str, model: Path, quiet: Outcome, tmp_path: Path
+) -> None:
+    """What it still wants to do is refused, or does not count; then it ends."""
+    old, new = f"{service}-0", f"{service}-1"
+    codes: dict[str, int] = {}
+
+    async def disturb(run: Run, forks: Forks) -> None:
+        await until_step(run, 3)
+        forks.send(old, signal.SIGSTOP)
+        forks.doom(old)
+        forks.start(new)  # takes the role over when the lease has run out
+        await until_step(run, 6, epoch=2 if service == "trainer" else 0)
+        forks.send(old, signal.SIGCONT)
+        await until(lambda: old in forks.ended, f"{old} ends", DEADLINE_S)
+        codes.update(forks.ended)
+
+    outcome = await run_once(model, tmp_path, ("rollout-0",), disturb=disturb)
+    assert codes[old] in (1, 4)
+    check(outcome, quiet)
+
+
+async def until_step(run: Run, step: int, epoch: int = 0) -> None:
+    """Until so many updates are on record, by a trainer of this epoch or a later one."""
+    ledger = Ledger()
+    async with asyncio.timeout(DEADLINE_S):
+        async for message, _ in run.queue.read("receipts", live=True):
+            ledger.apply(wire.decode(message, Receipt))
+            if ledger.epoch >= epoch and ledger.trained >= step * GROUPS:
+                return
 
 
 async def test_another_seed_gives_other_weights(model: Path, quiet: Outcome, tmp_path: Path) -> None:
