@@ -27,17 +27,22 @@ from tests.shared.runs import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
 ROOT = EXAMPLE.parents[2]
+INSIDE_FOLDER = Path(__file__).with_name("inside")
 DEADLINE_S = 300.0
-REPLICAS = ("trainer-0", "dcs-0", "controller-0", "reward-0", "rollout-0", "rollout-1")
 INSIDE = {"engine": "rollout-0", "scorer": "reward-0"}
 """Processes that services start themselves, and whose child to look for."""
 
 
 class System:
-    """`slipstream up` on the example in a folder of its own. Use as an async context: nothing is left behind."""
+    """`slipstream up` on the example in a folder of its own. Use as an async context: nothing is left behind.
 
-    def __init__(self, folder: Path, *sets: str) -> None:
+    `spoilt` are variables of tests/chaos/inside/sitecustomize.py, which then runs in every process.
+    """
+
+    def __init__(self, folder: Path, *sets: str, spoilt: dict[str, str] | None = None) -> None:
         self.folder, self.sets = folder, list(sets)
+        path = [str(ROOT)] if spoilt is None else [str(INSIDE_FOLDER), str(ROOT)]
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **(spoilt or {})}
         self.workdir = folder / "runs/sort-letters"
         self.output = folder / "output.txt"
         self.up: Process | None = None
@@ -64,7 +69,7 @@ class System:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.controller.cli", *arguments),
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=self.environment,
             stdin=DEVNULL,
             stdout=self.output.open("ab") if stdout is None else stdout,
             stderr=self.output.open("ab"),
@@ -87,6 +92,18 @@ class System:
         assert process.returncode == 0
         return [json.loads(line) for line in output.splitlines()]
 
+    async def stops(self) -> dict[str, Any]:
+        """Ctrl-C; the report of what was done."""
+        assert self.up is not None
+        self.up.send_signal(signal.SIGINT)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await self.up.wait() == 130, self.text[-6000:]
+        return self.report()
+
+    async def says(self, words: str) -> None:
+        await until(lambda: words in self.text or not self.running, f"up says {words!r}", DEADLINE_S)
+        assert words in self.text, self.text[-6000:]
+
     def report(self) -> dict[str, Any]:
         return json.loads((self.folder / "report.json").read_text())
 
@@ -101,12 +118,30 @@ class System:
     @asynccontextmanager
     async def attached(self) -> AsyncIterator[Run]:
         file = self.workdir / "broker.json"
-        await until(lambda: read_address(file), "the private broker is up", DEADLINE_S)
+        await until(lambda: read_address(file) or not self.running, "the private broker is up", DEADLINE_S)
         address = read_address(file)
-        assert address is not None
+        assert address is not None, self.text
         async with attach(address.url, "sort-letters", create=True) as run:
             await until(run.state, "the run is set up", DEADLINE_S)
             yield run
+
+    async def until_trained(self, run: Run, groups: int) -> None:
+        """Until so many groups are trained."""
+
+        async def follow() -> None:
+            ledger = Ledger()
+            async for message, _ in run.queue.read("receipts", live=True):
+                ledger.apply(wire.decode(message, Receipt))
+                if ledger.trained >= groups:
+                    return
+
+        reading = asyncio.create_task(follow())
+        try:
+            await until(lambda: reading.done() or not self.running, f"{groups} groups are trained", DEADLINE_S)
+            assert reading.done(), f"the run ended first\n{self.text[-6000:]}"
+            reading.result()
+        finally:
+            reading.cancel()
 
     async def first_weights(self, target: Path) -> Path:
         """The weights before the first step, as a model folder for other runs: copied as soon as they are there."""
@@ -164,13 +199,3 @@ def _is_broker(pid: int) -> bool:
     with suppress(psutil.Error):
         return "nats-server" in psutil.Process(pid).name()
     return False
-
-
-async def until_trained(run: Run, groups: int, deadline_s: float = DEADLINE_S) -> None:
-    """Read receipts until so many groups are trained."""
-    ledger = Ledger()
-    async with asyncio.timeout(deadline_s):
-        async for message, _ in run.queue.read("receipts", live=True):
-            ledger.apply(wire.decode(message, Receipt))
-            if ledger.trained >= groups:
-                return
