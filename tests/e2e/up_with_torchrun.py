@@ -21,7 +21,11 @@ def main(run_file: Path, ranks: int, report: Path, sets: list[str]) -> None:
             if service != "trainer":
                 return plain(service, replica)
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            named = ["env", f"SLIPSTREAM_NATS={url}", f"SLIPSTREAM_RUN={run}"]  # torchrun takes --run for one of its own
+            named = [
+                "env",
+                f"SLIPSTREAM_NATS={url}",
+                f"SLIPSTREAM_RUN={run}",
+            ]  # torchrun takes --run for one of its own
             serve = ["serve", "trainer", "--replica", replica]
             return [*named, sys.executable, *launcher, "-m", "services.controller.cli", *serve]
 
