@@ -360,11 +360,11 @@ class Publisher:
         for lane in self._lanes.values():
             for entry in list(lane.entries.values()):
                 if entry.silent_since and time.monotonic() - entry.silent_since > MUTE_S:
-                    error = StorageExhausted(redact(self.channel.url), entry.subject, why)
-                    if not self.channel.patient:
-                        entry.fail(error)
+                    no_room = StorageExhausted(redact(self.channel.url), entry.subject, why)
+                    if self.channel.patient:
+                        self._tell_no_room(no_room)
                     else:
-                        self._tell_no_room(error)
+                        entry.fail(no_room)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
