@@ -9,9 +9,9 @@ below 30 tokens, the longest 640. In both settings the trainer accumulates gradi
 overlap what they can. The settings alternate within a round, so that other load on the machine meets both.
 
 `ratio_async_vs_sync` and `ratio_heavy_tail` are steps per hour of asynchronous over synchronous runs, counted from the `trained`
-receipts after the first two steps. `limit` is (G + T) / max(G, T) of the synchronous runs, at most 2. That the reward is equal
-is checked on the reward by the *policy's* step (which weights drew it); `ratio_time_to_reward` is the ratio of the times to reach
-the reward that both reach. Idle shares are the trainer's, by what it waited for. Aim: at least 1.6 for fixed lengths.
+receipts after the first two steps. `limit` is (G + T) / max(G, T) of the synchronous runs, at most 2. That the reward is not
+lower is checked on the reward by the *policy's* step (which weights drew it); `ratio_time_to_reward` is the ratio of the times
+to reach the reward that both reach. Idle shares are the trainer's, by what it waited for. Aim: at least 1.6 for fixed lengths.
 
 Other load on the machine makes the ratio smaller (where two busy cores are needed at once there is less to be had), and load that
 comes and goes between runs makes it arbitrary. `ratio_of_busy_shares`, how much more of its time the trainer works, compares what
@@ -50,7 +50,7 @@ SKIPPED = 2
 """Steps before the steady part."""
 AIM = 1.6
 TOLERANCE = 0.03
-"""Rewards that differ by less are equal."""
+"""A reward of the asynchronous run that is lower by less counts as equal; a higher one is no objection."""
 DEADLINE_S = 600.0
 PIN_EVERY_S = 0.5
 
@@ -278,7 +278,7 @@ def main() -> int:
         results = measure_all(cases, arguments.rounds, arguments.steps, Path(folder))
     keys = {"fixed": "ratio_async_vs_sync", "heavy": "ratio_heavy_tail"}
     equal = all(
-        abs(result["sync"]["reward_last"] - result["async"]["reward_last"]) < TOLERANCE for result in results.values()
+        result["async"]["reward_last"] > result["sync"]["reward_last"] - TOLERANCE for result in results.values()
     )
     ratios = {keys[name]: result["ratio"] for name, result in results.items()}
     reached = equal and ratios.get("ratio_async_vs_sync", AIM) >= AIM

@@ -14,9 +14,9 @@ import uuid
 from typing import Any
 
 from shared.errors import ApiError, BucketMissing, Conflict, KeyExists, PublishRefused
+from shared.feed import NOT_FOUND
 from shared.jetstream import Connection
 from shared.publisher import Publisher
-from shared.pull import NOT_FOUND
 
 KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 NAME_IN_USE = 10058

@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from shared.errors import ApiError, ConsumerGone, StreamMissing, TransportError
+from shared.feed import NOT_FOUND, Drained, Feed, position
 from shared.jetstream import Connection
 from shared.link import Frame
-from shared.pull import NOT_FOUND, Drained, Feed, position
 
 READ_AHEAD = 256
 READ_AHEAD_BYTES = 8 << 20

@@ -1,224 +1,34 @@
-"""The pull side: one loop that asks a consumer for as many messages as there is room for, and what it hands out.
+"""The pull side: a durable consumer's messages, held by this process from their receipt until they are acked or given back.
 
-`Feed` turns a consumer into calls of `on_message`. `Puller` is a durable consumer's work: it holds each message, with
-`in_progress` heartbeats from its receipt on, until it is acked, given back or released.
+`Puller` takes what a `Feed` (shared/feed.py) brings and holds each message, with `in_progress` heartbeats, until it is acked,
+given back or released.
 
-Guarantees: never more messages are asked for than there is room for; a lost connection, a restarted broker or a silent pull
-request is noticed (by the reconnect, or by missing idle heartbeats) and asked anew; a message that the broker delivers again
-while this process still holds it is not handed out twice; an ack is confirmed by the broker or raises; a consumer that was
-deleted raises `ConsumerGone` instead of falling silent. tests/shared/test_transfer_queue.py holds all of this over SIGKILL of
-the broker.
+Guarantees: a message that the broker delivers again while this process still holds it, or after its ack returned here, is not
+handed out twice; an ack is confirmed by the broker or raises; a consumer that was deleted raises `ConsumerGone`.
+tests/shared/test_transfer_queue.py holds all of this over SIGKILL of the broker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import AccessDenied, AckTimeout, ApiError, ConsumerGone, RequestTimeout, TransportError
-from shared.jetstream import Connection, status_of
+from shared.errors import AckTimeout, ApiError, ConsumerGone, RequestTimeout
+from shared.feed import NOT_FOUND, Feed, Position, position
+from shared.jetstream import Connection
 from shared.link import Frame
 from shared.records import BlobRef
 
-log = logging.getLogger("slipstream.transport")
-
-EXPIRES_S = 30.0
-IDLE_HEARTBEAT_S = 5.0
-SILENCE_S = 2.5 * IDLE_HEARTBEAT_S
-"""A pull request that has shown neither message nor heartbeat for so long is dead."""
-RETRY_S = 0.25
-LINGER_S = 1.0
-"""An abandoned inbox is listened to for so long, so that what was on its way is not lost until its ack wait runs out."""
 ACK_DEADLINE_S = 60.0
 ACK_ATTEMPT_S = 1.0
-NOT_FOUND = {10014, 10059}
-"""JetStream's codes for a consumer and a stream that do not exist."""
 NO_SUCH_MESSAGE = {10037, 10043, 10057}
-"""... and for a message that is not in the stream (any more)."""
-
-
-@dataclass(slots=True, frozen=True)
-class Position:
-    """What the reply subject of a delivered message says about it."""
-
-    delivered: int
-    seq: int
-    consumer_seq: int
-    pending: int
-
-
-def position(reply: str) -> Position:
-    """Parse `$JS.ACK.<stream>.<consumer>.<delivered>.<seq>.<consumer seq>.<time>.<pending>`; a newer form has two tokens
-    before the stream and one behind."""
-    tokens = reply.split(".")
-    at = 4 if len(tokens) == 9 else 6
-    if len(tokens) < 9 or tokens[0] != "$JS" or tokens[1] != "ACK":
-        raise ValueError(f"not the reply subject of a JetStream message: {reply!r}")
-    return Position(int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 2]), int(tokens[at + 4]))
-
-
-class Drained(Exception):
-    """Nothing is left for a feed that was asked to end there."""
-
-
-class Feed:
-    """Keeps pull requests open at one consumer, for at most `capacity()` messages less the `used()` that are here already."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        stream: str,
-        consumer: str,
-        *,
-        capacity: Callable[[], int],
-        used: Callable[[], int],
-        on_message: Callable[[Frame], None],
-        on_gone: Callable[[Exception], None],
-        max_bytes: int,
-        drain: bool = False,
-    ) -> None:
-        self.connection, self.stream, self.consumer = connection, stream, consumer
-        self._channel = connection.bulk
-        self._capacity, self._used = capacity, used
-        self._on_message, self._on_gone = on_message, on_gone
-        self._max_bytes, self._drain = max_bytes, drain
-        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._sid = 0
-        self._inbox = ""
-        self._session = 0
-        self._outstanding = 0
-        self._heard = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._stopped = False
-        self.resets = 0
-
-    def start(self) -> None:
-        self._unlisten = self._channel.on_connect(self._open_inbox)
-        self._channel.on_denied(self._on_denied)
-        if self._channel.connected:
-            self._open_inbox()
-        self._watch()
-
-    def stop(self) -> None:
-        """Ask for nothing more."""
-        if self._stopped:
-            return
-        self._stopped = True
-        self._unlisten()
-        self._channel.off_denied(self._on_denied)
-        if self._timer is not None:
-            self._timer.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        self._channel.unsubscribe(self._sid)
-
-    def pump(self) -> None:
-        """Ask for what there is room for, once that is at least half of what there could be."""
-        if self._stopped or not self._channel.connected or not self._sid:
-            return
-        capacity = self._capacity()
-        missing = capacity - self._used() - self._outstanding
-        if missing > 0 and missing * 2 >= capacity:
-            request: dict[str, Any] = {"batch": missing, "max_bytes": self._max_bytes}
-            if self._drain:
-                request["no_wait"] = True
-            else:
-                request |= {"expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(IDLE_HEARTBEAT_S * 1e9)}
-            if self._channel.send(self._next, json.dumps(request).encode(), self._inbox):
-                self._outstanding += missing
-                self._heard = time.monotonic()
-
-    def reset(self) -> None:
-        """Abandon all requests and start over with a new inbox, so that a late answer to an old one cannot be miscounted."""
-        old, connection = self._sid, self._channel.connections
-        self.resets += 1
-        self._open_inbox()
-
-        def forget_old() -> None:
-            if connection == self._channel.connections:  # a newer connection knows nothing of it
-                self._channel.unsubscribe(old)
-
-        asyncio.get_running_loop().call_later(LINGER_S, forget_old)
-
-    def _open_inbox(self) -> None:
-        self._session += 1
-        session = self._session
-        self._inbox, self._sid = self._channel.subscribe(lambda frame: self._receive(frame, session))
-        self._outstanding, self._heard = 0, time.monotonic()
-        self.pump()
-
-    def _receive(self, frame: Frame, session: int) -> None:
-        current = session == self._session
-        if current:
-            self._heard = time.monotonic()
-        status = status_of(frame) if not frame.data else None
-        if status is None:
-            if current:
-                self._outstanding = max(0, self._outstanding - 1)
-            self._on_message(frame)
-        elif current:
-            self._on_status(status, frame.headers or {})
-
-    def _on_status(self, status: str, headers: dict[str, str]) -> None:
-        text = headers.get("Description", "")
-        if status == "100":
-            return
-        if status == "503" or (status == "409" and ("Deleted" in text or "Not Found" in text)):
-            self._outstanding = 0
-            self._spawn(self._check_consumer())
-            return
-        left = headers.get("Nats-Pending-Messages")
-        self._outstanding = max(0, self._outstanding - int(left)) if left is not None else 0
-        if status in ("404", "408", "409") and "Exceeded" not in text and "push" not in text.lower():
-            if self._drain and status == "404":
-                self._on_gone(Drained())
-            elif not self._stopped:
-                asyncio.get_running_loop().call_later(0.01, self.pump)
-            return
-        self._on_gone(ApiError(int(status), 0, text, self._next))
-
-    async def _check_consumer(self) -> None:
-        """Nobody answers the pull: the consumer is gone, or JetStream is still starting."""
-        try:
-            await self.connection.api(f"CONSUMER.INFO.{self.stream}.{self.consumer}")
-        except ApiError as error:
-            if error.err_code in NOT_FOUND:
-                self._on_gone(ConsumerGone(self.stream, self.consumer))
-                return
-            log.warning("%s", error)
-        except RequestTimeout as error:
-            log.warning("%s", error)
-        except TransportError as error:
-            self._on_gone(error)
-            return
-        await asyncio.sleep(RETRY_S)
-        self.pump()
-
-    def _on_denied(self, action: str, subject: str) -> None:
-        if subject in (self._next.lower(), self._inbox.lower()):
-            self._on_gone(AccessDenied(self.connection.url, action, self._next if action == "publish" else self._inbox))
-
-    def _watch(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(1.0, self._watch)
-        if not self._channel.connected:
-            return
-        if self._outstanding and time.monotonic() - self._heard > SILENCE_S:
-            log.warning("%s/%s: the pull request went silent; asking again", self.stream, self.consumer)
-            self.reset()
-        else:
-            self.pump()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+"""JetStream's codes for a message that is not in the stream (any more)."""
+REMEMBERED_ACKS = 16_384
+"""A killed broker may forget an ack that it has confirmed, or have the next delivery on its way; so many are known here."""
 
 
 class Delivery:
@@ -286,6 +96,8 @@ class Puller:
         self._receive, self._acked = receive, acked
         self._ready: deque[Delivery] = deque()
         self._held: dict[int, Delivery] = {}
+        self._acked_ids: dict[int, str] = {}
+        """Message ids by stream sequence, the newest last."""
         self._waiting: deque[asyncio.Future[bool]] = deque()
         self._woken = 0
         self._error: Exception | None = None
@@ -401,8 +213,14 @@ class Puller:
         else:
             raise AckTimeout(delivery.subject, delivery.seq, deadline_s, seen)
         self.forget(delivery)
+        self._remember(delivery)
         if self._acked is not None:
             await self._acked(delivery)
+
+    def _remember(self, delivery: Delivery) -> None:
+        self._acked_ids[delivery.seq] = delivery.msg_id
+        if len(self._acked_ids) > REMEMBERED_ACKS:
+            del self._acked_ids[next(iter(self._acked_ids))]
 
     async def _forgotten(self, delivery: Delivery, deadline_s: float) -> bool:
         """A killed broker may have forgotten its last deliveries, and does not answer the ack of a message that it does not
@@ -439,9 +257,16 @@ class Puller:
         if held is not None:
             held._reply, held._epoch, held.delivered = frame.reply, self.epoch, at.delivered
             self.redelivered += 1
+            self._feed.pump()
             return
         self.redelivered += at.delivered > 1
         delivery = Delivery(self, frame, at)
+        if self._acked_ids.get(at.seq) == delivery.msg_id:
+            self.connection.control.send(
+                frame.reply, b"+ACK"
+            )  # if it is not sent, the next delivery is answered the same way
+            self._feed.pump()
+            return
         if self._stopping or len(self._ready) >= max(self._capacity(), 1):
             self.nak(delivery, 0.0)
             return

@@ -22,11 +22,12 @@ from shared import wire
 from shared.blobs import Blobs
 from shared.config import RunConfig
 from shared.errors import ApiError, StreamMissing, TransportError
+from shared.feed import NOT_FOUND
 from shared.jetstream import Connection
 from shared.ledger import is_eval
 from shared.log_reader import LogReader
 from shared.publisher import ONCE, Entry, Publisher
-from shared.pull import NOT_FOUND, Delivery, Puller
+from shared.pull import Delivery, Puller
 from shared.records import BlobRef, DeadLetter, Group, Receipt
 from shared.streams import MESSAGE_LIMIT, SPECS, allocate, consumer_config, stream_config, stream_of
 from shared.subjects import Subjects

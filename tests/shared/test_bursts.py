@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from shared.broker import EmbeddedBroker
+from shared.link import Frame
 from shared.pull import Puller
 from tests.shared.runs import open_queue, until
 
@@ -56,4 +57,31 @@ async def test_a_cancelled_waiter_hands_its_message_on(broker: EmbeddedBroker, c
     await delivery.ack()
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
+    await puller.stop()
+
+
+async def test_a_copy_that_was_on_its_way_when_the_ack_returned(
+    broker: EmbeddedBroker, connect: Any, run_name: str
+) -> None:
+    """A broker that is slow, or that was killed and forgot the ack, delivers once more: the copy is answered, not handed out."""
+    queue = await open_queue(await connect(broker.url), run_name)
+    puller = await queue.pull("prompts", "worker", prefetch=0)
+    await queue.publish(queue.subjects.prompts, b"x", "1")
+    delivery = await puller.next(10.0)
+    assert delivery is not None
+    reply = delivery._reply
+    await delivery.ack()
+    copy = Frame(delivery.subject, 0, reply.replace("worker.1.", "worker.2."), {"Nats-Msg-Id": "1"}, b"x")
+    puller._on_message(copy)
+    assert puller.ready == 0
+    assert puller.redelivered == 1
+    await queue.publish(queue.subjects.prompts, b"y", "2")
+    after = await puller.next(10.0)
+    assert after is not None
+    assert after.data == b"y"
+    assert after.delivered == 1
+    await after.ack()
+    reused = Frame(delivery.subject, 0, reply, {"Nats-Msg-Id": "another"}, b"z")
+    puller._on_message(reused)
+    assert puller.ready == 1, "another message under the same number, as after a power cut, is no copy"
     await puller.stop()
