@@ -17,7 +17,9 @@ from typing import Any
 from services.controller import api
 from services.controller.dispatch import Dispatcher, follow_receipts, open_sources
 from services.controller.finish import Verdict, judge
+from shared.http_auth import guard
 from shared.http_server import listen, serving
+from shared.network import http_url
 from shared.service import Context, ServiceFailed
 
 POLL_S = 0.5
@@ -33,8 +35,9 @@ async def main(ctx: Context) -> None:
             dispatcher = Dispatcher(ctx, *await open_sources(ctx))
             await ctx.vouch(dispatcher.restore())
             controller = Controller(ctx, dispatcher)
-            async with serving(api.build(ctx, controller.progress, lambda: controller.last_round), listener) as url:
-                controller.url = url
+            app = api.build(ctx, controller.progress, lambda: controller.last_round)
+            async with serving(guard(app, ctx.config.controller.host, "controller"), listener):
+                controller.url = http_url(listener, ctx.connection.url)
                 await controller.run()
     finally:
         await lease.release()

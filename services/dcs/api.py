@@ -99,6 +99,12 @@ class LeaveAnswer(BaseModel):
 
 def build(coordinator: Coordinator) -> FastAPI:
     app = FastAPI(title="Slipstream DCS", description=__doc__)
+
+    @app.get("/health")
+    async def health() -> dict[str, bool]:
+        """It answers, so its loop goes round."""
+        return {"ok": True}
+
     _refusals(app)
     _version_routes(app, coordinator)
     _file_routes(app, coordinator)

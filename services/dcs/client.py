@@ -2,7 +2,7 @@
 
 Finds the DCS through the run's KV bucket anew whenever it does not answer, so it follows one that was restarted elsewhere.
 Every call has a deadline. `Refused` is the DCS's no and final; `DcsUnavailable` means try again, which is always safe: every
-call is idempotent. Torch-free. tests/dcs/test_service.py.
+call is idempotent. A token that the DCS does not take is a ConfigError. Torch-free. tests/dcs/test_service.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import aiohttp
 
 from services.dcs.snapshots import CHUNK, MANIFEST, Manifest
 from services.dcs.versions import STATE_KEY, State
+from shared import http_auth
+from shared.config import ConfigError
 from shared.errors import TransportError
 from shared.kv import KV
 
@@ -157,7 +159,7 @@ class DcsClient:
         body = _file_chunks(data) if data else None
         try:
             async with session.request(
-                method, url + path, json=json, data=body, headers=headers, timeout=timeout
+                method, url + path, json=json, data=body, headers=http_auth.headers() | (headers or {}), timeout=timeout
             ) as response:
                 if response.status >= 400:
                     await _refuse(f"{method} {url}{path}", response)
@@ -201,6 +203,8 @@ async def persist(call: Callable[[], Awaitable[T]], pause: Callable[[float], Awa
 
 async def _refuse(call: str, response: aiohttp.ClientResponse) -> None:
     text = (await response.text())[:2000]
+    if response.status == 401:
+        raise ConfigError(f"{call}: {text}")
     if response.status >= 500:
         raise DcsUnavailable(f"{call}: HTTP {response.status}: {text}")
     raise Refused(response.status, f"{call}: HTTP {response.status}: {text}")

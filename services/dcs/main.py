@@ -19,6 +19,8 @@ from services.dcs import api
 from services.dcs.coordinator import Coordinator
 from services.dcs.versions import STATE_KEY, State
 from shared.errors import TransportError
+from shared.http_auth import guard
+from shared.network import http_url
 from shared.service import Context, ServiceFailed
 
 log = logging.getLogger(__name__)
@@ -38,12 +40,11 @@ class Server(uvicorn.Server):
 async def main(ctx: Context) -> None:
     lease = await ctx.registry.claim("dcs", ctx.replica)
     listener = await _listen(ctx)
-    host, port = listener.getsockname()[:2]
-    coordinator = Coordinator(ctx.config, ctx.queue, ctx.kv, ctx.registry, ctx.events, f"http://{host}:{port}")
+    url = http_url(listener, ctx.connection.url)
+    coordinator = Coordinator(ctx.config, ctx.queue, ctx.kv, ctx.registry, ctx.events, url)
     await coordinator.restore()
-    options = uvicorn.Config(
-        api.build(coordinator), lifespan="off", log_level="warning", timeout_graceful_shutdown=GRACEFUL_S
-    )
+    app = guard(api.build(coordinator), ctx.config.dcs.host, "dcs")
+    options = uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=GRACEFUL_S)
     server = Server(options)
     serving = asyncio.create_task(server.serve([listener]))
     folding = asyncio.create_task(coordinator.fold_received())

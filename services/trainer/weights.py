@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -32,6 +31,7 @@ from services.dcs.snapshots import Manifest
 from services.dcs.versions import FAILED_GRACE_S
 from services.trainer.weight_copy import Copier, Copy, write_snapshot
 from shared import failpoints
+from shared.network import own_address
 from shared.service import Context, ServiceFailed
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class WeightPublisher:
                 publication.version,
                 publisher=self._incarnation,
                 epoch=self._joined.epoch if self._joined else 0,
-                host=_own_address(await self._dcs.host()),
+                host=own_address(await self._dcs.host()),
                 port=self._spare.port,
             )
 
@@ -331,10 +331,3 @@ def _timed(publication: Publication, name: str) -> Iterator[None]:
         yield
     finally:
         publication.seconds[name] = time.monotonic() - started
-
-
-def _own_address(towards: str) -> str:
-    """The address of this host on the way to the DCS: the members reach the publisher under it."""
-    with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))  # datagrams: nothing is sent, only the route is looked up
-        return str(probe.getsockname()[0])

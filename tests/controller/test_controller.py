@@ -135,6 +135,19 @@ async def answer(ctx: Context, path: str) -> dict[str, Any]:
         return (await client.get(await url() + path, timeout=5)).json()
 
 
+async def test_seen_from_outside_the_api_asks_for_the_token(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = {"host": "0.0.0.0"}
+    with pytest.raises(ConfigError, match=r"controller\.host: 0\.0\.0\.0 .* needs a token"):
+        await main(await opener(controller=everywhere))
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "right")
+    ctx = await opener(replica="c1", controller=everywhere)
+    task = asyncio.create_task(main(ctx))
+    assert "asks for a token" in (await answer(ctx, "/status"))["detail"]
+    assert (await answer(ctx, "/health"))["ok"]
+    ctx.stopping.set()
+    await asyncio.wait_for(task, 10)
+
+
 async def test_what_the_cursor_does_not_cover_is_sent_again(opener: Opener) -> None:
     """As after a death between the receipts and the prompts, and one between the prompts and the cursor."""
     ctx = await opener(max_staleness=0)

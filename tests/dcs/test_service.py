@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,6 +18,7 @@ from services.dcs.snapshots import Manifest
 from services.dcs.versions import STATE_KEY, State
 from services.trainer.weight_copy import Copier, write_snapshot
 from shared.broker import EmbeddedBroker
+from shared.config import ConfigError
 from shared.errors import AlreadyActive, Conflict
 from shared.records import Event, Received
 from shared.wire import decode
@@ -260,3 +262,18 @@ async def test_each_new_group_is_an_event_with_its_cause(make_world: object) -> 
     told = [decode(data, Event) async for data, _ in ctx.queue.read("events")]
     causes = [event.detail["cause"] for event in told if event.kind == "regrouped"]
     assert causes == ["rollout-a came", "rollout-b came", "rollout-a went"]
+
+
+async def test_seen_from_outside_it_asks_for_the_token(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound to every address it tells one that others can use, and whoever has a wrong token hears of it at once."""
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "right")
+    world: World = await make_world(dcs={"host": "0.0.0.0"})
+    await world.start_dcs()
+    assert State.load((await world.ctx.kv.get(STATE_KEY))[0]).url.startswith("http://127.0.0.1:")  # type: ignore[index]
+    assert await world.dcs.members() == []
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "wrong")
+    with pytest.raises(ConfigError, match=r"GET http://.*/members: .*not the one of this service"):
+        await world.dcs.members()
+    monkeypatch.delenv("SLIPSTREAM_TOKEN")
+    with pytest.raises(ConfigError, match="asks for a token"):
+        await world.dcs.allocate(publisher="p", step=0, digest="0" * 64, reason="")
