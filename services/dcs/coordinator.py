@@ -81,9 +81,15 @@ class Coordinator:
             rules.wake(clock.now())
 
         await self.change(start)
-        for version in self.state.versions:
-            if version.phase == "announced" and clock.now() < version.deadline:
-                await self._publish(version, await self._manifest(version))
+        running = [
+            known for known in self.state.versions if known.phase == "announced" and clock.now() < known.deadline
+        ]
+        for version in running:
+            await self._publish(version, await self._manifest(version))
+        if self.state.next_version > 1:
+            under_way = ", ".join(f"version {version.version}" for version in running) or "nothing"
+            text = f"{self.state.next_version - 1} versions so far; on its way: {under_way}"
+            await self._events.publish("carried_on", text, versions=[version.version for version in running])
 
     async def _floor(self) -> int:
         """The highest version that ever left a trace: numbers must not be used again even if the KV bucket was lost."""
@@ -165,8 +171,12 @@ class Coordinator:
             )
         )
         if not ok:
-            await self._events.publish("broadcast_failed", f"version {version}: {error}", version=version)
+            await self._tell_failure(known)
         return known
+
+    async def _tell_failure(self, known: Version) -> None:
+        text = f"version {known.version}: {known.error}"
+        await self._events.publish("broadcast_failed", text, version=known.version)
 
     async def upload(self, version: int, name: str, chunks: AsyncIterator[bytes]) -> None:
         """A file of a snapshot whose publisher shares no disk with the DCS; the manifest comes last and completes it."""
@@ -264,10 +274,14 @@ class Coordinator:
         if not any(version.phase == "announced" for version in self.state.versions):
             return
         alive = await self._alive()
+        unsettled = [known.version for known in self.state.versions if known.phase == "announced" and not known.result]
         for replica in await self.change(lambda rules: rules.tick(clock.now(), alive)):
             await self._events.publish(
                 "member_dropped", f"{replica} did not answer a broadcast in time", replica=replica
             )
+        for known in self.state.versions:
+            if known.version in unsettled and known.result == "failed":
+                await self._tell_failure(known)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

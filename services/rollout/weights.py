@@ -16,6 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -246,12 +247,19 @@ class WeightReceiver:
             except (EngineError, WeightsRefused, SnapshotError, Refused) as error:
                 failure = f"{type(error).__name__}: {error}"
                 await self._answer(told.version, told.step, told.digest, "snapshot", seconds, failure)
-                await asyncio.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
+                await self._back_off(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
                 continue
             await self._answer(manifest.version, manifest.step, manifest.digest, "snapshot", seconds)
             await self._join()
             return
         raise ServiceFailed(f"version {told.version} could not be loaded in {LOAD_TRIES} tries: {failure}")
+
+    async def _back_off(self, seconds: float) -> None:
+        """Until then, or until a newer version is announced: that one may be whole."""
+        self._arrived.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), seconds)
+            self._arrived.set()
 
     async def _load(self, folder: Path, manifest: Manifest, seconds: dict[str, float]) -> None:
         assert self._weights is not None

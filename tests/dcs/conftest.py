@@ -81,6 +81,7 @@ class World:
         (self.model_dir / "tokenizer.json").write_text('{"tokenizer": 1}')
         self.dcs: DcsClient
         self.ctx: Context
+        self.dcs_child: asyncio.subprocess.Process
 
     async def open(self) -> None:
         self.ctx = await self.context("test", "test")

@@ -22,7 +22,7 @@ from services.dcs.digest import TensorSpec, digest, dtype_name, tensor_checksum
 from services.rollout.engines.client import Checksums, EngineDead, EngineError, EngineTimeout
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["services.dcs.collective", "safetensors.torch"])
+PROCESSES.set_forkserver_preload(["services.trainer.weights", "safetensors.torch"])
 
 
 class Holder:
@@ -104,7 +104,10 @@ class FakeEngine:
         self.hold = asyncio.Event()
         """Cleared: the next bucket is not asked for until it is set."""
         self.hold.set()
+        self.hold_at = 0
+        """Which bucket of an update `hold` applies to; those before pass."""
         self.buckets = 0
+        """Received since the update was opened."""
 
     @property
     def pid(self) -> int:
@@ -158,7 +161,7 @@ class FakeEngine:
         if self.open:
             raise EngineError(400, "an update is open already")
         self.log.append("begin")
-        self.open = True
+        self.open, self.buckets = True, 0
         return True
 
     async def end_update(self, commit: bool = True, weight_version: str | None = None, mode: str | None = None) -> bool:
@@ -191,7 +194,8 @@ class FakeEngine:
         timeout_s: float = 30.0,
     ) -> None:
         assert self.open
-        await self.hold.wait()
+        if self.buckets >= self.hold_at:
+            await self.hold.wait()
         self.log.append("bucket")
         listed = [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
         corrupt, self.corrupt = self.corrupt > 0, max(0, self.corrupt - 1)
