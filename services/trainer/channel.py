@@ -35,6 +35,8 @@ READY_POLL_S = 0.05
 
 START_S = 300.0
 """What ranks may take to start."""
+ENDING_S = 3.0
+"""How long after its connections closed a dead rank may still look alive."""
 LEAVE, FORM = "leave", "form"
 LEADER_PID = "SLIPSTREAM_LEADER_PID"
 """Environment variable of a rank that the leader started."""
@@ -218,6 +220,10 @@ class Channel:
             process.wait()
 
     def explain(self, error: Exception) -> str:
+        """The sockets of a process that dies close before it can be waited for, so that is given a moment."""
+        deadline = time.monotonic() + ENDING_S
+        while all(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
         ended = [
             f"rank {rank} ended with exit code {process.returncode}"
             for rank, process in enumerate(self.processes, start=1)

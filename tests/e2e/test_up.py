@@ -156,7 +156,7 @@ async def test_another_config_cannot_go_on(run):
 
 
 async def test_ctrl_c_drains_and_the_same_command_goes_on(run):
-    await run.start("steps=400", step_s=0.05)
+    await run.start("steps=400", step_s=0.25)
     await run.says("step 2/400")
     services = list(run.children().values())
     assert len(services) == 5
@@ -173,7 +173,7 @@ async def test_ctrl_c_drains_and_the_same_command_goes_on(run):
 
 
 async def test_a_service_that_reports_a_failure_again_and_again_ends_the_run(run):
-    await run.start("steps=400", fault="reward-0-fails")
+    await run.start("steps=400", fault="reward-0-fails", step_s=0.25)
     assert await run.ends() == 1
     why = "reward-0 failed 3 times without getting any further: exit code 1: the disk of this test is full"
     assert "failed after" in run.text
@@ -190,7 +190,7 @@ async def test_a_killed_trainer_is_started_again(run):
 
 
 async def test_a_killed_service_comes_back_and_nobody_else_is_touched(run):
-    await run.start("steps=400", step_s=0.1)
+    await run.start("steps=400", step_s=0.25)
     await run.says("step 1/400")
     before = run.children()
     before["rollout-0"].kill()
@@ -221,7 +221,7 @@ async def test_a_hung_service_is_found_by_its_silence_and_replaced(run):
 
 
 async def test_a_service_that_cannot_come_up_says_so_once(run):
-    await run.start("steps=400", fault="dcs-0-crashes")
+    await run.start("steps=400", fault="dcs-0-crashes", step_s=1.0)  # longer than all tries
     await run.says("dcs-0 does not stay up (killed by SIGSEGV)")
     tries = len(await by_up(run, "dcs"))
 
@@ -235,7 +235,7 @@ async def test_a_service_that_cannot_come_up_says_so_once(run):
 
 
 async def test_who_is_asked_to_stop_is_not_started_again(run):
-    await run.start("steps=400", step_s=0.1)
+    await run.start("steps=400", step_s=0.25)
     await run.says("step 1/400")
     run.children()["rollout-0"].terminate()
     await run.says("rollout-0 was asked to stop and left; that was the last rollout, and the run waits for another one")
@@ -257,7 +257,7 @@ async def test_a_broker_that_fails_is_started_again_and_the_run_finishes(run, nu
 
 
 async def test_when_up_is_killed_its_services_die_and_the_same_command_goes_on(run):
-    await run.start("steps=400", step_s=0.05)
+    await run.start("steps=400", step_s=0.25)
     await run.says("step 2/400")
     services = list(run.children().values())
     run.signal(signal.SIGKILL)
@@ -269,7 +269,7 @@ async def test_when_up_is_killed_its_services_die_and_the_same_command_goes_on(r
 
 
 async def test_one_up_a_workdir(run, tmp_path):
-    await run.start("steps=400", step_s=0.05)
+    await run.start("steps=400", step_s=0.25)
     await run.says("step 1/400")
     second = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.e2e.up_with_fakes", str(tmp_path / "run.yaml"), stdout=PIPE, stderr=PIPE
