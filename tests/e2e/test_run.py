@@ -20,10 +20,12 @@ from pathlib import Path
 import pytest
 
 from services.controller.attach import Run, attach
-from services.controller.launchers.broker import read_address
+from services.controller.launchers.broker import read_address, serving
+from shared import config as run_config
 from shared import wire
 from shared.ledger import Ledger
-from shared.records import Heartbeat, Receipt
+from shared.metric_names import find
+from shared.records import Heartbeat, Metric, Receipt
 from tests.shared.runs import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
@@ -110,6 +112,16 @@ async def kill(run: Run, replica: str) -> None:
     os.kill(beat.pid, signal.SIGKILL)
 
 
+async def undeclared_metrics(example: Example) -> set[tuple[str, str]]:
+    """Names that the run emitted and that shared/metric_names.py does not know, from the store that the run left."""
+    config = run_config.load(EXAMPLE, [f"workdir={example.workdir}"])
+    async with serving(config) as url, attach(url, config.run) as run:
+        metrics = [wire.decode(message, Metric) async for message, _ in run.queue.read("metrics")]
+    assert {metric.service for metric in metrics} >= {"controller", "dcs", "reward", "rollout", "trainer"}
+    emitted = {(metric.service, name) for metric in metrics for name in metric.values}
+    return {(service, name) for service, name in emitted if find(service, name) is None}
+
+
 async def test_a_run_survives_the_death_of_services_and_takes_in_a_newcomer(example: Example):
     up = await example.up()
     async with example.attached() as run:
@@ -136,6 +148,7 @@ async def test_a_run_survives_the_death_of_services_and_takes_in_a_newcomer(exam
     assert report["reward_last"] > report["reward_first"] + 0.2
     assert report["replicas"]["newcomer"]["trained"] > 0, "the newcomer took no part"
     assert report["replicas"]["rollout-1"]["trained"] > 0
+    assert await undeclared_metrics(example) == set(), "declare them in shared/metric_names.py"
 
 
 async def test_ctrl_c_drains_and_the_same_command_goes_on(example: Example):

@@ -7,6 +7,7 @@ from typing import Any
 
 from services.controller.attach import Run
 from shared import wire
+from shared.metric_names import find
 from shared.records import Event, Metric
 from tests.e2e.test_run import DEADLINE_S, GROUPS, Example, example, kill, until_trained  # noqa: F401 - a fixture
 from tests.shared.runs import until
@@ -75,3 +76,6 @@ async def test_ppo_goes_on_with_its_critic_after_the_trainer_was_killed(example:
     assert seen[1]["critic_value"] == 0.0, "before its first update"
     assert seen[10]["critic_value"] > 0.0
     assert "grad_norm" not in seen[2], "the critic's alone"
+    assert all(find(one.service, name) for one in metrics for name in one.values), (
+        "declare it in shared/metric_names.py"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from . import audit, events, export, serve, status, up, validate, watch
+from . import audit, events, export, serve, sink, status, up, validate, watch
 
 app = typer.Typer(
     name="slipstream",
@@ -30,6 +30,7 @@ Start here:
 for command in (up, validate, status, watch, events, audit, export, serve):
     name = command.__name__.rpartition(".")[2]
     app.command(name)(getattr(command, name))
+app.add_typer(sink.app, name="sink")
 
 
 def main() -> None:
