@@ -17,6 +17,7 @@ import msgpack
 import numpy as np
 
 from shared import wire
+from shared.allocator import keep_freed_blocks
 from shared.config import RunConfig, parse
 from shared.jetstream import Connection
 from shared.records import Group, Rewards, Samples, Sampling, floats, ints
@@ -176,6 +177,7 @@ class SlipstreamQueue:
     uvloop = True
 
     async def _open(self, work: Work) -> None:
+        keep_freed_blocks()
         self.work = work
         self.connection = await Connection.open(work.url, name="benchmark")
         self.queue = TransferQueue(self.connection, Subjects(f"{work.name}-ours"))

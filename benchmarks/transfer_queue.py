@@ -12,8 +12,8 @@ process, which decodes all of them to numpy and checks what it got; file storage
     redis            Redis streams with an append-only file synced every second: XADD in pipelines of 8, XREADGROUP, XACK, XDEL
 
 The baseline of `ratio_vs_nats_py` is the better of nats_py and nats_py_await. All plain systems carry one msgpack map of raw
-columns a trajectory, the cheapest format there is. Rounds alternate between the systems and medians count, so that other load
-on the machine meets all of them. Latency is taken in a round of its own, paced at 100 trajectories a second. CPU is that of all
+columns a trajectory, the cheapest format there is. Rounds alternate between the systems. Of the rates the best round counts, since other load
+only slows; of CPU times the median. Latency is taken in a round of its own, paced at 100 trajectories a second. CPU is that of all
 processes, the server's included. The last line is JSON. Aim: at least twice plain nats-py.
 """
 
@@ -162,7 +162,9 @@ def measure(rounds: int) -> dict[str, Result]:
 
 def report(results: dict[str, Result]) -> dict[str, float]:
     baseline = max(results["nats_py"].rate, results["nats_py_await"].rate)
-    print(f"{TRAJECTORIES} trajectories of {TOKENS} tokens, {PRODUCERS} producers, 1 consumer, medians of the rounds")
+    print(
+        f"{TRAJECTORIES} trajectories of {TOKENS} tokens, {PRODUCERS} producers, 1 consumer; best rate, median CPU of the rounds"
+    )
     print(
         f"{'':16}{'traj/s':>8}{'(min-max)':>16}{'MB/s':>7}{'ratio':>7}{'CPU us':>8}{'client':>8}{'server':>8}"
         f"{'p50 ms':>8}{'p99 ms':>8}"

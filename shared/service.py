@@ -32,6 +32,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from shared import config as run_config
+from shared.allocator import keep_freed_blocks
 from shared.config import ConfigError, RunConfig
 from shared.deliveries import Deliveries
 from shared.errors import AlreadyActive, BrokerUnavailable, BucketMissing, LeaseLost, NotJetStream, TransportError
@@ -170,6 +171,7 @@ def run_service(
         stream=sys.stderr,
     )
     replica = replica or f"{service}-{uuid.uuid4().hex[:6]}"
+    keep_freed_blocks()
     try:
         import uvloop
 

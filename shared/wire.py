@@ -1,11 +1,13 @@
-"""The wire format: a record is a dataclass, a message is its msgpack envelope.
+"""The wire format: a record is a dataclass; a message is its msgpack envelope, and behind it the raw columns of its arrays.
 
-    {"schema": "group", "version": 1, "body": {field: value, ...}}
+    b"SLS1" | length of the envelope, 4 bytes little-endian | envelope | column | column | ...
+    envelope = {"schema": "group", "version": 1, "body": {field: value, ...}}
 
-Arrays travel as raw little-endian columns, `[dtype, shape, bytes]` in msgpack's extension type 1 (34 times cheaper to encode
-than lists), and a column of zeros and ones as bits. A message is taken whole or refused whole: every field of the record must
-be there with its declared type, no other field may be, and an array's bytes must fill its shape exactly. What is refused says
-why (`WireError`).
+In the envelope an array is msgpack's extension type 1 and holds `[dtype, shape]`; its little-endian bytes are the next column, a
+column of zeros and ones as bits. Columns begin at multiples of 8 bytes. So an array is copied once on its way out and not at
+all on its way in, where it is a read-only view of the message. A message is taken whole or refused whole: every field of the
+record must be there with its declared type, no other field may be, and the columns must fill the message exactly. What is refused
+says why (`WireError`).
 
 A record opts in with `@schema(name, version)`. `tests/shared/test_wire.py` holds the round trip and the refusals.
 """
@@ -23,6 +25,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgpack
 import numpy as np
 
+MAGIC = b"SLS1"
+PREFIX = len(MAGIC) + 4
+ALIGN = 8
 ARRAY_EXT = 1
 BITS = "|b1"
 """A column of |u1 that holds nothing but 0 and 1, eight of them a byte."""
@@ -56,8 +61,13 @@ def encode(record: Any) -> bytes:
     if known is None:
         raise WireError(f"{type(record).__name__} is no registered record")
     name, version = known
+    columns = _ColumnsOut()
     envelope = {"schema": name, "version": version, "body": _dump(record)}
-    return msgpack.packb(envelope, default=_pack, use_bin_type=True)
+    head = msgpack.packb(envelope, default=columns.pack, use_bin_type=True)
+    parts = [MAGIC, len(head).to_bytes(4, "little"), head]
+    if columns.parts:
+        parts += [_gap(PREFIX + len(head)), *columns.parts]
+    return b"".join(parts)
 
 
 def decode(payload: bytes | memoryview, expect: type[T]) -> T:
@@ -70,12 +80,20 @@ def decode(payload: bytes | memoryview, expect: type[T]) -> T:
 
 def decode_any(payload: bytes | memoryview) -> Any:
     """The record in `payload`, of whatever registered schema it names."""
+    end = PREFIX + int.from_bytes(payload[len(MAGIC) : PREFIX], "little")
+    if payload[: len(MAGIC)] != MAGIC or len(payload) < end:
+        raise WireError(
+            f"not a message of this system, or a cut one: {len(payload)} bytes, starting with {bytes(payload[:12])!r}"
+        )
+    columns = _ColumnsIn(memoryview(payload), end)
     try:
-        envelope = msgpack.unpackb(payload, ext_hook=_unpack_array, raw=False, strict_map_key=True)
+        envelope = msgpack.unpackb(columns.view[PREFIX:end], ext_hook=columns.unpack, raw=False, strict_map_key=True)
     except WireError:
         raise
     except (ValueError, msgpack.UnpackException) as error:
-        raise WireError(f"not a msgpack message: {error}") from error
+        raise WireError(f"the envelope is not msgpack: {error}") from error
+    if columns.at != len(payload):
+        raise WireError(f"{len(payload)} bytes, of which envelope and columns fill {columns.at}")
     if not isinstance(envelope, dict) or set(envelope) != {"schema", "version", "body"}:
         raise WireError("not an envelope: expected exactly the keys schema, version, body")
     known = _by_name.get(envelope["schema"]) if isinstance(envelope["schema"], str) else None
@@ -190,41 +208,69 @@ def _matcher(hint: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, hint)
 
 
-def _pack(value: Any) -> Any:
-    """What msgpack does not know by itself: records inside records, and arrays."""
-    if isinstance(value, np.ndarray):
-        if value.dtype.str not in ARRAY_DTYPES:
-            raise WireError(f"cannot send an array of {value.dtype.str}: one of {', '.join(sorted(ARRAY_DTYPES))}")
-        return msgpack.ExtType(ARRAY_EXT, msgpack.packb(_column(value)))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _dump(value)
-    raise WireError(f"cannot send a {type(value).__name__}: use plain values, lists, maps and arrays")
+def _gap(at: int) -> bytes:
+    """What lies between this position and the next column."""
+    return bytes(-at % ALIGN)
 
 
-def _column(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    if (
-        array.dtype.str == "|u1" and array.size and array.max() <= 1
-    ):  # masks are a tenth of a group's bytes, and all are 0 or 1
-        return BITS, array.shape, np.packbits(array).tobytes()
-    return array.dtype.str, array.shape, array.tobytes()
+class _ColumnsOut:
+    """The arrays of a message that is written, in the order in which its envelope names them."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes | np.ndarray] = []
+        self._gap = b""
+
+    def pack(self, value: Any) -> Any:
+        """What msgpack does not know by itself: records inside records, and arrays."""
+        if isinstance(value, np.ndarray):
+            return msgpack.ExtType(ARRAY_EXT, msgpack.packb((self._add(value), value.shape)))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _dump(value)
+        raise WireError(f"cannot send a {type(value).__name__}: use plain values, lists, maps and arrays")
+
+    def _add(self, array: np.ndarray) -> str:
+        dtype = array.dtype.str
+        if dtype not in ARRAY_DTYPES:
+            raise WireError(f"cannot send an array of {dtype}: one of {', '.join(sorted(ARRAY_DTYPES))}")
+        if (
+            dtype == "|u1" and array.size and array.max() <= 1
+        ):  # masks are a tenth of a group's bytes, and all are 0 or 1
+            dtype, array = BITS, np.packbits(array)
+        if array.size:
+            self.parts += [self._gap, np.ascontiguousarray(array)]
+            self._gap = _gap(array.nbytes)
+        return dtype
 
 
-def _unpack_array(code: int, data: bytes) -> np.ndarray:
-    if code != ARRAY_EXT:
-        raise WireError(f"unknown msgpack extension {code}")
-    try:
-        dtype, shape, raw = msgpack.unpackb(data, raw=False)
-    except (TypeError, ValueError, msgpack.UnpackException) as error:
-        raise WireError(f"malformed array: {error}") from error
-    if dtype != BITS and (not isinstance(dtype, str) or dtype not in ARRAY_DTYPES):
-        raise WireError(f"array of {dtype!r}: one of {', '.join(sorted(ARRAY_DTYPES))}")
-    if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise WireError(f"array with the shape {shape!r}")
-    count = math.prod(shape)
-    size = (count + 7) // 8 if dtype == BITS else count * ARRAY_DTYPES[dtype].itemsize
-    if not isinstance(raw, bytes) or len(raw) != size:
-        found = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
-        raise WireError(f"array of {shape} {dtype} with {found}")
-    flat = np.frombuffer(raw, ARRAY_DTYPES["|u1" if dtype == BITS else dtype])
-    array = np.unpackbits(flat, count=count) if dtype == BITS else flat
-    return array if len(shape) == 1 else array.reshape(shape)
+class _ColumnsIn:
+    """The arrays of a message that is read. `at` is where what has been read ends."""
+
+    def __init__(self, view: memoryview, at: int) -> None:
+        self.view, self.at = view, at
+
+    def unpack(self, code: int, data: bytes) -> np.ndarray:
+        if code != ARRAY_EXT:
+            raise WireError(f"unknown msgpack extension {code}")
+        try:
+            dtype, shape = msgpack.unpackb(data, raw=False)
+        except (TypeError, ValueError, msgpack.UnpackException) as error:
+            raise WireError(f"malformed array: {error}") from error
+        if dtype != BITS and (not isinstance(dtype, str) or dtype not in ARRAY_DTYPES):
+            raise WireError(f"array of {dtype!r}: one of {', '.join(sorted(ARRAY_DTYPES))}")
+        if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise WireError(f"array with the shape {shape!r}")
+        count = math.prod(shape)
+        size = (count + 7) // 8 if dtype == BITS else count * ARRAY_DTYPES[dtype].itemsize
+        raw = self._take(size)
+        if len(raw) != size:
+            raise WireError(f"array of {shape} {dtype} with {len(raw)} bytes")
+        flat = np.frombuffer(raw, ARRAY_DTYPES["|u1" if dtype == BITS else dtype])
+        array = np.unpackbits(flat, count=count) if dtype == BITS else flat
+        return array if len(shape) == 1 else array.reshape(shape)
+
+    def _take(self, size: int) -> memoryview:
+        if not size:
+            return memoryview(b"")
+        start = self.at + -self.at % ALIGN
+        self.at = start + size
+        return self.view[start : self.at]

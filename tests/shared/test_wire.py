@@ -98,13 +98,21 @@ def test_noise_is_refused_and_never_crashes(payload):
 
 
 def envelope(**changes):
-    body = msgpack.unpackb(wire.encode(Receipt("issued", "0-0", issue=0, seat=0)), raw=False)
+    message = wire.encode(Receipt("issued", "0-0", issue=0, seat=0))
+    body = msgpack.unpackb(message[wire.PREFIX :], raw=False)
     body["body"].update(changes)
     return body
 
 
+def message(head, columns=b""):
+    """Around any envelope, well-formed or not."""
+    packed = msgpack.packb(head)
+    gap = bytes(-(wire.PREFIX + len(packed)) % wire.ALIGN) if columns else b""
+    return wire.MAGIC + len(packed).to_bytes(4, "little") + packed + gap + columns
+
+
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("head", "reason"),
     [
         ({"schema": "receipt"}, "exactly the keys"),
         ({"schema": "no-such", "version": 1, "body": {}}, "unknown schema 'no-such'"),
@@ -117,24 +125,35 @@ def envelope(**changes):
         ([1, 2], "not an envelope"),
     ],
 )
-def test_a_malformed_message_says_what_is_wrong(message, reason):
+def test_a_malformed_message_says_what_is_wrong(head, reason):
     with pytest.raises(WireError, match=reason):
-        wire.decode(msgpack.packb(message), Receipt)
+        wire.decode(message(head), Receipt)
+
+
+def test_what_is_no_message_or_too_long_is_refused():
+    whole = wire.encode(Receipt("issued"))
+    with pytest.raises(WireError, match="not a message of this system, or a cut one: 4 bytes"):
+        wire.decode(b"{}\r\n", Receipt)
+    with pytest.raises(WireError, match="not msgpack"):
+        wire.decode(wire.MAGIC + b"\1\0\0\0\xc1", Receipt)
+    with pytest.raises(WireError, match=f"{len(whole) + 1} bytes, of which envelope and columns fill {len(whole)}"):
+        wire.decode(whole + b"\0", Receipt)
 
 
 @pytest.mark.parametrize(
-    ("array", "reason"),
+    ("array", "columns", "reason"),
     [
-        (["<i4", [3], b"\0" * 8], "with 8 bytes"),
-        (["<i4", [-1], b""], "shape"),
-        (["|O8", [1], b"\0" * 8], "array of '|O8'"),
-        (["<f4", [1], b"\0" * 4], "<f4 array, expected"),
+        (["<i4", [3]], b"\0" * 8, "with 8 bytes"),
+        (["<i4", [2]], b"\0" * 12, "bytes, of which"),
+        (["<i4", [-1]], b"", "shape"),
+        (["|O8", [1]], b"\0" * 8, "array of '|O8'"),
+        (["<f4", [1]], b"\0" * 4, "<f4 array, expected"),
     ],
 )
-def test_a_malformed_array_is_refused(array, reason):
+def test_a_malformed_array_is_refused(array, columns, reason):
     extension = msgpack.ExtType(wire.ARRAY_EXT, msgpack.packb(array))
     with pytest.raises(WireError, match=reason.replace("|", r"\|")):
-        wire.decode(msgpack.packb(envelope(sample_steps=extension)), Receipt)
+        wire.decode(message(envelope(sample_steps=extension), columns), Receipt)
 
 
 def test_the_wrong_record_is_refused():
@@ -179,9 +198,10 @@ def test_columns_that_do_not_fit_are_refused(field, value, reason):
 
 
 @pytest.mark.parametrize(
-    "inner", [5, None, "<i4", [["x"], [1], b""], ["<i4", [1]], ["<i4", [-1], b""], ["<i4", 5, b""], [{}, [], b""]]
+    "inner",
+    [5, None, "<i4", [["x"], [1]], ["<i4", [1]], ["<i4"], ["<i4", [-1]], ["<i4", 5], [{}, []], ["<i4", [1], b""]],
 )
 def test_refuses_an_array_that_is_none(inner):
     column = msgpack.ExtType(wire.ARRAY_EXT, msgpack.packb(inner))
     with pytest.raises(WireError, match="array|envelope|unpack"):
-        wire.decode_any(msgpack.packb({"schema": "receipt", "version": 1, "body": {"sample_steps": column}}))
+        wire.decode_any(message({"schema": "receipt", "version": 1, "body": {"sample_steps": column}}))

@@ -23,6 +23,7 @@ from services.rollout.engines.light.engine import Engine
 from services.rollout.engines.light.model import ModelError
 from services.rollout.engines.light.options import EngineOptions
 from services.rollout.engines.light.server import Server
+from shared.allocator import keep_freed_blocks
 
 STOP_TIMEOUT_S = 5.0
 PARENT_CHECK_S = 1.0
@@ -32,6 +33,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> int:
     parent = os.getppid()
     die_with_parent()
+    keep_freed_blocks()
     try:
         return run(serve(EngineOptions.parse(), parent))
     except (ModelError, OSError, RuntimeError) as error:
