@@ -12,9 +12,9 @@ process, which decodes all of them to numpy and checks what it got; file storage
     redis            Redis streams with an append-only file synced every second: XADD in pipelines of 8, XREADGROUP, XACK, XDEL
 
 The baseline of `ratio_vs_nats_py` is the better of nats_py and nats_py_await. All plain systems carry one msgpack map of raw
-columns a trajectory, the cheapest format there is. Rounds alternate between the systems. Of the rates the best round counts, since other load
-only slows; of CPU times the median. Latency is taken in a round of its own, paced at 100 trajectories a second. CPU is that of all
-processes, the server's included. The last line is JSON. Aim: at least twice plain nats-py.
+columns a trajectory, the cheapest format there is. Rounds alternate between the systems. Of the rates the best round counts,
+since other load only slows; of CPU times the median. Latency is taken in a round of its own, paced at 100 trajectories a second.
+CPU is that of all processes, the server's included. The last line is JSON. Aim: at least twice plain nats-py.
 """
 
 from __future__ import annotations
