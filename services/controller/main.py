@@ -62,7 +62,7 @@ class Controller:
                 if verdict.finished or verdict.failed:
                     return await self._end(verdict)
                 await self.ctx.vouch(self.dispatcher.evaluate())  # a full stream makes it wait, and that is no fault
-                if verdict.may_train:
+                if verdict.may_train and await self._up_to_date():
                     await self.ctx.vouch(self.dispatcher.issue())
                 await self._fold_news()
                 if following.done():

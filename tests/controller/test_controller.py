@@ -20,6 +20,7 @@ from shared.config import ConfigError
 from shared.errors import AlreadyActive
 from shared.jetstream import Connection
 from shared.ledger import Ledger
+from shared.pull import Puller
 from shared.records import Event, Group, Metric, Receipt
 from shared.service import Context, ServiceFailed
 from tests.controller.pipeline import Pipeline, fold, open_context, run_config, running, until, write_prompts
@@ -168,6 +169,46 @@ async def test_what_the_cursor_does_not_cover_is_sent_again(opener: Opener) -> N
     ctx.stopping.set()
     await asyncio.wait_for(task, 10)
     await puller.stop()
+
+
+async def test_after_a_break_in_its_lease_it_reads_before_it_issues(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another controller was active meanwhile. Its receipts come late here, and must count before anything else is issued."""
+    ctx = await opener(max_staleness=0)
+    others = asyncio.Event()
+
+    async def slow(ctx: Context, start: int, news: asyncio.Queue[tuple[bytes, int]]) -> None:
+        async for message, seq in ctx.queue.read("receipts", start_seq=start, live=True):
+            if wire.decode(message, Receipt).group_id in ("0-3", "0-4"):
+                await others.wait()
+            await news.put((message, seq))
+
+    monkeypatch.setattr("services.controller.main.follow_receipts", slow)
+    task = asyncio.create_task(main(ctx))
+    puller = await ctx.queue.pull("prompts", "rollout", prefetch=4)
+    await take_prompts(puller, ["0-0", "0-1", "0-2"])
+    ctx.registry._leases["controller"].broken = True
+    for issue in range(3):
+        receipt = Receipt("trained", f"0-{issue}", issue, issue, 0, step=0)
+        await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"trained:0-{issue}")
+    for issue in (3, 4):
+        receipt = Receipt("issued", f"0-{issue}", issue, issue, 1)
+        await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"issued:0-{issue}")
+    assert await puller.next(1.0) is None, "it knows that it may be behind"
+    others.set()
+    await take_prompts(puller, ["0-5"])
+    ctx.stopping.set()
+    await asyncio.wait_for(task, 10)
+    await puller.stop()
+
+
+async def take_prompts(puller: Puller, expected: list[str]) -> None:
+    for group_id in expected:
+        delivery = await puller.next(10)
+        assert delivery is not None
+        assert wire.decode(delivery.data, Group).id == group_id
+        await delivery.ack()
 
 
 async def test_sigkill_in_mid_stream(broker: EmbeddedBroker, opener: Opener, run_name: str) -> None:
