@@ -330,7 +330,8 @@ class Publisher:
             elif now >= entry.deadline:
                 seen = entry.seen if self.channel.connected else "the broker is not connected"
                 entry.fail(PublishTimeout(entry.subject, entry.deadline - entry.started, seen))
-            elif self.channel.connected and self._is_late(entry, now):
+                continue
+            if self.channel.connected and self._is_late(entry, now):
                 late.append(entry)
         for lane in self._lanes.values():
             if lane.blocked and lane.probe is None and all(entry.state != SENT for entry in lane.entries.values()):

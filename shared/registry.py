@@ -68,7 +68,8 @@ class Registry:
     async def probe(self, deadline_s: float) -> bool:
         """Whether the broker stores what is written now: a silent replica may be one that is not heard."""
         try:
-            await asyncio.wait_for(self._kv.put("probe", b"", ttl_s=self.ttl_s), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._kv.put("probe", b"", ttl_s=self.ttl_s)
         except (TransportError, TimeoutError):
             return False
         return True

@@ -10,6 +10,7 @@ Everything it knows is the fold of the receipts; nothing here decides (see credi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from services.controller.prompts import PromptSource
 from services.controller.stats import Stats
 from shared import failpoints, waivers, wire
 from shared.config import ConfigError, RunConfig
+from shared.errors import LeaseLost, TransportError
 from shared.records import Group, Receipt
 from shared.service import Context, ServiceFailed
 from shared.waivers import Waivers
@@ -69,9 +71,6 @@ class Dispatcher:
             self.completed += 1
         self.stored_waivers = Waivers.load(await self.ctx.kv.get(waivers.KEY))
         self.credits.restored(self.stored_waivers)
-        if (entry := await self.ctx.kv.get(CURSOR_KEY)) is not None:
-            self.cursor = wire.decode(entry[0], Cursor)
-        self.evaluations.begun = list(self.cursor.evaluations)
         await self._store_waivers()
         await self._send_again()
 
@@ -98,8 +97,8 @@ class Dispatcher:
             return 0
         groups = await self.ctx.compute(self._groups, tickets)
         for count, ticket in enumerate(tickets):
-            if not await self.ctx.registry.assure(self.ctx.service):
-                groups, self.behind = groups[:count], True
+            if not await self._assured():
+                groups = groups[:count]
                 break
             receipt = issued_receipt(ticket)
             await self.ctx.queue.publish(self.ctx.subjects.receipts, receipt, msg_id=f"issued:{ticket.group_id}")
@@ -111,10 +110,28 @@ class Dispatcher:
         await self._store_cursor()
         return len(groups)
 
-    async def newest(self) -> int:
-        """The sequence number of the newest receipt."""
-        last = await self.ctx.queue.last(self.ctx.subjects.receipts)
-        return last[1] if last else 0
+    async def up_to_date(self) -> bool:
+        """Whether it may issue: not while another controller may have been active whose receipts are not all folded yet, or
+        whose prompts may not all be sent."""
+        if await self._assured() and self.behind:
+            with contextlib.suppress(TransportError):  # the broker is away; asked again in the next round
+                last = await self.ctx.queue.last(self.ctx.subjects.receipts)
+                if last is None or self.last_seq >= last[1]:
+                    await self._send_again()
+                    self.behind = False
+        return not self.behind
+
+    async def _assured(self) -> bool:
+        """Whether the lease was held without a break since this was asked last; if not, or if the broker is away: `behind`."""
+        try:
+            assured = await self.ctx.registry.assure(self.ctx.service)
+        except LeaseLost:
+            raise
+        except TransportError as error:
+            log.warning("nothing is issued for the moment: %s", error)
+            assured = False
+        self.behind = self.behind or not assured
+        return assured
 
     async def evaluate(self) -> int | None:
         """Send the evaluation that is due. Its step."""
@@ -140,7 +157,10 @@ class Dispatcher:
         return len(self.credits.ledger.by_step.get(update, ())) >= self.config.groups_per_step
 
     async def _send_again(self) -> None:
-        """Prompts that were issued, and perhaps not sent."""
+        """Prompts that were issued, and perhaps not sent, by whomever."""
+        if (entry := await self.ctx.kv.get(CURSOR_KEY)) is not None:
+            self.cursor = wire.decode(entry[0], Cursor)
+        self.evaluations.begun = list(self.cursor.evaluations)
         tickets = [
             Ticket(entry.group_id, self.credits.position_of(entry.group_id), entry.issue, entry.seat, entry.min_step)
             for entry in self.credits.ledger.pending_entries()

@@ -62,7 +62,7 @@ class Controller:
                 if verdict.finished or verdict.failed:
                     return await self._end(verdict)
                 await self.ctx.vouch(self.dispatcher.evaluate())  # a full stream makes it wait, and that is no fault
-                if verdict.may_train and await self._up_to_date():
+                if verdict.may_train and await self.dispatcher.up_to_date():
                     await self.ctx.vouch(self.dispatcher.issue())
                 await self._fold_news()
                 if following.done():
@@ -93,14 +93,6 @@ class Controller:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-    async def _up_to_date(self) -> bool:
-        """Not if another controller may have been active meanwhile, and its receipts are not all folded yet."""
-        if not await self.ctx.registry.assure(self.ctx.service):
-            self.dispatcher.behind = True
-        if self.dispatcher.behind:
-            self.dispatcher.behind = self.dispatcher.last_seq < await self.dispatcher.newest()
-        return not self.dispatcher.behind
 
     async def _fold_news(self) -> None:
         """Everything that lies there; if nothing does, the next receipt or a moment's rest."""

@@ -26,6 +26,8 @@ KEPT_VERSIONS = 16
 """Versions whose course is remembered; older ones leave only their number behind."""
 KEPT_PUBLISHERS = 16
 """Replaced publishers that are still recognised and refused."""
+JOIN_S = 20.0
+"""What joining a group may take: members that live join within moments; the rest of a broadcast's time is for sending."""
 FAILED_GRACE_S = 5.0
 """After a failed broadcast its living members report within moments, so silence need not be borne up to the deadline."""
 

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 
 from services.dcs.digest import TensorSpec, differences
+from services.dcs.versions import JOIN_S
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError, SwitchMode
 from shared.records import Announcement
 
@@ -118,7 +119,7 @@ class EngineWeights:
             int(str(group["world_size"])),
             name,
             str(group["backend"]),
-            max(1.0, deadline - time.monotonic()),
+            max(1.0, min(JOIN_S, deadline - time.monotonic())),
         )
         self._group = name
 

@@ -17,15 +17,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 
 from services.dcs.client import DcsUnavailable
 from services.rollout.caution import Caution, at_work
 from services.rollout.draw import Drawer
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
-from services.rollout.engines.process import EngineKilled, EngineProcess, EngineStartError
+from services.rollout.engines.process import STOP_GRACE_S, EngineKilled, EngineProcess, EngineStartError
 from services.rollout.engines.watch import until_hung
 from services.rollout.episodes import Aborted, EpisodeError
 from services.rollout.weights import WeightReceiver
@@ -93,12 +94,21 @@ async def _with_engine(ctx: Context, cache: Path, caution: Caution) -> None:
         await ctx.beat("starting engine")
         starting = EngineProcess.start_for(ctx.config, start.folder, weight_version=str(start.version))
         process = await ctx.vouch(starting)
-        stack.push_async_callback(process.stop)
+        stack.push_async_exit(_ending(ctx, process))
         engine = await stack.enter_async_context(EngineClient(process.url))
         await ctx.vouch(receiver.attach(engine, start))
         tokenizer = await ctx.compute(Tokenizer, start.folder)
         await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)
         await Worker(ctx, engine, receiver, tokenizer, caution).run()
+
+
+def _ending(ctx: Context, process: EngineProcess) -> Callable[..., Awaitable[None]]:
+    """Ends the engine with the block that used it: with time to finish, or at once if it hangs or is gone already."""
+
+    async def end(_: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        await ctx.vouch(process.stop(0.0 if isinstance(error, EngineDead) else STOP_GRACE_S))
+
+    return end
 
 
 class Worker:
@@ -143,11 +153,10 @@ class Worker:
             watching.cancel()
             await puller.stop()
             await self.ctx.vouch(self._drain(slots))
-            await (
-                self.receiver.leave()
-            )  # while it still follows: a broadcast that counts on this engine is finished first
+            # while it still follows: a broadcast that counts on this engine is finished first
+            await self.ctx.vouch(self.receiver.leave())
             following.cancel()
-            await asyncio.gather(following, watching, return_exceptions=True)
+            await self.ctx.vouch(asyncio.gather(following, watching, return_exceptions=True))
 
     async def _watch_engine(self) -> None:
         config = self.ctx.config

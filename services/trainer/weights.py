@@ -28,7 +28,7 @@ from services.dcs import collective, snapshots
 from services.dcs.client import DcsClient, DcsUnavailable, Refused, persist
 from services.dcs.collective import CollectiveError
 from services.dcs.snapshots import Manifest
-from services.dcs.versions import FAILED_GRACE_S
+from services.dcs.versions import FAILED_GRACE_S, JOIN_S
 from services.trainer.weight_copy import Copier, Copy, write_snapshot
 from shared import failpoints
 from shared.network import own_address
@@ -41,8 +41,6 @@ T = TypeVar("T")
 STOP_GRACE_S = 3.0
 """How long a DCS that is away is still waited for once this service is to stop."""
 SETTLE_MARGIN_S = 10.0
-JOIN_S = 20.0
-"""Members that live join within moments; the rest of the deadline is for sending."""
 POLL_S = 5.0
 UPLOAD_FIRST = 412
 

@@ -174,9 +174,9 @@ async def test_what_the_cursor_does_not_cover_is_sent_again(opener: Opener) -> N
 async def test_after_a_break_in_its_lease_it_reads_before_it_issues(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another controller was active meanwhile. Its receipts come late here, and must count before anything else is issued."""
+    """Another controller was active meanwhile, and died before it sent its prompts. Its receipts come late here."""
     ctx = await opener(max_staleness=0)
-    others = asyncio.Event()
+    others, held = asyncio.Event(), True
 
     async def slow(ctx: Context, start: int, news: asyncio.Queue[tuple[bytes, int]]) -> None:
         async for message, seq in ctx.queue.read("receipts", start_seq=start, live=True):
@@ -184,20 +184,25 @@ async def test_after_a_break_in_its_lease_it_reads_before_it_issues(
                 await others.wait()
             await news.put((message, seq))
 
+    async def assure(service: str) -> bool:
+        return held
+
     monkeypatch.setattr("services.controller.main.follow_receipts", slow)
+    monkeypatch.setattr(ctx.registry, "assure", assure)
     task = asyncio.create_task(main(ctx))
     puller = await ctx.queue.pull("prompts", "rollout", prefetch=4)
     await take_prompts(puller, ["0-0", "0-1", "0-2"])
-    ctx.registry._leases["controller"].broken = True
+    held = False
     for issue in range(3):
         receipt = Receipt("trained", f"0-{issue}", issue, issue, 0, step=0)
         await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"trained:0-{issue}")
     for issue in (3, 4):
         receipt = Receipt("issued", f"0-{issue}", issue, issue, 1)
         await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"issued:0-{issue}")
+    held = True
     assert await puller.next(1.0) is None, "it knows that it may be behind"
     others.set()
-    await take_prompts(puller, ["0-5"])
+    await take_prompts(puller, ["0-3", "0-4", "0-5"])
     ctx.stopping.set()
     await asyncio.wait_for(task, 10)
     await puller.stop()

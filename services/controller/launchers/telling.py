@@ -1,19 +1,24 @@
-"""Events of a launcher, told in the background: whoever restarts things must not wait for a broker that it may restart itself."""
+"""Events of a launcher, told in the background: whoever restarts things must not wait for a broker that it may restart itself.
+
+An event waits for a broker that is away, or has no room, for as long as the launcher lives. tests/controller/test_telling.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from services.controller.attach import Run
-from shared.errors import TransportError
-from shared.metrics import Events
+from shared.errors import PublishTimeout, StorageExhausted, TransportError
+from shared.records import Event
 
 log = logging.getLogger(__name__)
 
 LAST_S = 5.0
 """How long the last events may take at the end."""
+RETRY_S = 1.0
 
 
 class Teller:
@@ -25,8 +30,9 @@ class Teller:
 
     def tell(self, service: str, replica: str, kind: str, message: str, **detail: Any) -> None:
         """An event of `replica`, told by the launcher."""
-        events = Events(self._run.queue, self._run.subjects, service, replica)
-        task = asyncio.create_task(_publish(events, kind, message, {"by": "up", **detail}))
+        log.info("%s %s: %s %s", replica, kind, message, detail or "")
+        event = Event(service, replica, kind, message, {"by": "up", **detail}, time.time())
+        task = asyncio.create_task(self._publish(event))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -37,9 +43,15 @@ class Teller:
         for task in self._tasks:
             task.cancel()
 
-
-async def _publish(events: Events, kind: str, message: str, detail: dict[str, Any]) -> None:
-    try:
-        await events.publish(kind, message, **detail)
-    except TransportError as error:
-        log.warning("an event is not on record: %s", error)
+    async def _publish(self, event: Event) -> None:
+        subject = self._run.subjects.events(event.service)
+        while True:
+            try:
+                await self._run.queue.publish(subject, event)
+                return
+            except (PublishTimeout, StorageExhausted) as error:
+                log.info("an event waits for the broker: %s", error)
+                await asyncio.sleep(RETRY_S)
+            except TransportError as error:
+                log.warning("an event is not on record: %s (%s)", event, error)
+                return
