@@ -42,7 +42,7 @@ from tests.chaos.system import System
 PARTS = ("rollout-0", "engine", "reward-0", "controller-0", "dcs-0", "trainer-0", "broker")
 AIMED = ("rollout-0", "reward-0", "controller-0", "dcs-0")
 AIM_S = 5.0
-SETS = ("trainer.warm_start=null", "eval.prompts=null", "rollout.replicas=1", "steps=100000")
+SETS = ("trainer.warm_start=null", "eval.prompts=null", "rollout.replicas=1", "steps=5000")
 WARM_UPDATES = 25
 """Before the first kill: there is a checkpoint then."""
 QUIET_UPDATES = 8

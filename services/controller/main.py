@@ -17,6 +17,7 @@ from typing import Any
 from services.controller import api
 from services.controller.dispatch import Dispatcher, follow_receipts, open_sources
 from services.controller.finish import Verdict, judge
+from shared import failpoints
 from shared.http_auth import guard
 from shared.http_server import listen, serving
 from shared.network import http_url
@@ -149,6 +150,7 @@ class Controller:
         credits = self.dispatcher.credits
         text = verdict.failed or f"{credits.step} steps, {credits.ledger.trained} groups trained"
         await self.ctx.events.publish("run_failed" if verdict.failed else "run_finished", text, step=credits.step)
+        failpoints.reach("controller.over")
         await self.ctx.kv.put(STATE_KEY, self.state.encode())
         if verdict.failed:
             raise ServiceFailed(verdict.failed)

@@ -148,6 +148,7 @@ class Reward:
 
     async def pass_on(self, group: Group) -> None:
         """The second stage."""
+        failpoints.reach("advantages.begun")
         queue, subjects = self.ctx.queue, self.ctx.subjects
         if group.kind == "eval":
             await queue.publish(subjects.receipts, fate(group, "evaluated"), msg_id=f"evaluated:{group.id}")

@@ -263,6 +263,7 @@ class Worker:
         await ctx.queue.publish(ctx.subjects.reward_requests, group, msg_id=group.id)
         failpoints.reach("rollout.stored")
         await delivery.ack()
+        failpoints.reach("rollout.acked")
         await self.drawer.forget(group)
         await self.caution.trust(came_through=True)
         self.groups += 1

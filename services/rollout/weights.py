@@ -27,6 +27,7 @@ from services.dcs.digest import ManifestError
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.rollout.engine_weights import EngineWeights, WeightsRefused, timed
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
+from shared import failpoints
 from shared.records import Announcement, Received
 from shared.service import Context, ServiceFailed
 from shared.wire import WireError, decode
@@ -228,6 +229,7 @@ class WeightReceiver:
             )
             return False
         await self._serve(told.version, told.step)
+        failpoints.reach("rollout.switched")
         await self._answer(told.version, told.step, told.digest, "broadcast", seconds)
         return True
 

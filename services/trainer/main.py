@@ -89,6 +89,7 @@ async def go_on(ctx: Context, start: Start, store: CheckpointStore) -> None:
     intake = Intake(ctx, start.window, start.rollbacks, start.epoch)
     try:
         await intake.open()
+        failpoints.reach("trainer.taken")
         await roll_back(ctx, start, intake, version)
         intake.follow()
         await Training(ctx, start, store, publisher, intake, version).run()

@@ -13,6 +13,7 @@ from typing import Any
 
 from services.trainer.intake import Intake, Rollback
 from services.trainer.start import Start
+from shared import failpoints
 from shared.ledger import Ledger
 from shared.records import Receipt
 from shared.service import Context, ServiceFailed
@@ -41,6 +42,7 @@ async def roll_back(ctx: Context, start: Start, intake: Intake, version: int) ->
         detail["repeats"] = True
     receipt = Receipt("rollback", step=start.step, detail=detail, replica=ctx.replica, at=time.time())
     await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"rollback:{version}")
+    failpoints.reach("trainer.rolled_back")
     if not ctx.config.deterministic:
         start.rollbacks.append(Rollback(version, start.step))
     for group_id in lost:
