@@ -21,7 +21,6 @@ from services.controller.attach import Run, attach
 from services.controller.launchers.broker import read_address
 from services.dcs import snapshots
 from shared import wire
-from shared.ledger import Ledger
 from shared.records import Receipt
 from tests.shared.runs import until
 
@@ -125,19 +124,21 @@ class System:
             await until(run.state, "the run is set up", DEADLINE_S)
             yield run
 
-    async def until_trained(self, run: Run, groups: int) -> None:
-        """Until so many groups are trained."""
+    async def trains(self, run: Run, groups: int, by: str = "") -> None:
+        """Until so many groups more are trained, or so many that the replica `by` drew."""
+        last = await run.queue.last(run.subjects.receipts)
 
         async def follow() -> None:
-            ledger = Ledger()
-            async for message, _ in run.queue.read("receipts", live=True):
-                ledger.apply(wire.decode(message, Receipt))
-                if ledger.trained >= groups:
+            left = groups
+            async for message, _ in run.queue.read("receipts", start_seq=last[1] + 1 if last else 1, live=True):
+                receipt = wire.decode(message, Receipt)
+                left -= receipt.kind == "trained" and by in ("", receipt.replica)
+                if left <= 0:
                     return
 
         reading = asyncio.create_task(follow())
         try:
-            await until(lambda: reading.done() or not self.running, f"{groups} groups are trained", DEADLINE_S)
+            await until(lambda: reading.done() or not self.running, f"{groups} groups more are trained", DEADLINE_S)
             assert reading.done(), f"the run ended first\n{self.text[-6000:]}"
             reading.result()
         finally:

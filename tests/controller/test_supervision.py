@@ -231,6 +231,21 @@ def test_time_that_nobody_looked_accuses_nobody():
     world.works(5)
 
 
+def test_after_a_broker_that_was_away_silence_counts_anew():
+    world = World()
+    world.works(5)
+    for _ in range(20):
+        world.now += RULES.silent_s * 0.9
+        assert world.supervisor.looked(world.now) == []
+        world.supervisor.blind()
+        assert world.supervisor.looked(world.now) == []
+    for _ in range(20):
+        world.now += 1
+        if world.supervisor.looked(world.now):
+            return
+    raise AssertionError("a hang must be found all the same")
+
+
 def test_clocks_of_others_do_not_matter():
     world = World()
     world.works(5)

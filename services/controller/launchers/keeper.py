@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """Between two looks at the registry."""
+SLOW_S = 2.0
+"""A look that takes longer met a broker that was away."""
 
 
 class Keeper:
@@ -145,6 +147,7 @@ class Keeper:
             if not self.broker_stores():
                 self.supervisor.blind()
                 continue
+            asked = time.monotonic()
             try:
                 beats = await self.run.registry.alive()
             except TransportError as error:
@@ -152,6 +155,8 @@ class Keeper:
                 self.supervisor.blind()
                 continue
             now = time.monotonic()
+            if now - asked > SLOW_S:
+                self.supervisor.blind()
             for beat in beats:
                 if (back := self.supervisor.heard(beat, now)) is not None:
                     text = f"{back.replica} is back after {back.down_s:.1f} s"

@@ -10,7 +10,8 @@ is ever restarted. Rules, held by tests/controller/test_supervision.py:
 - No broker (3) and a role that another process holds (4) are waited for, however long; said once.
 - A process that lives without a new heartbeat for `silent_s`, or does not show its first within `start_s`, is to be killed; one
   that was not steady in between gets twice as long each time, lest a slow machine be taken for a hang for ever. Only time in
-  which the registry could be read counts, so neither a broker that is away nor a launcher that slept accuses anybody.
+  which the registry could be read counts, and after a time in which it could not be everybody's silence begins anew, since what
+  they wrote is lost; so neither a broker that is away nor a launcher that slept accuses anybody.
   Heartbeats are compared, never dated: the clocks of other processes do not matter.
 """
 
@@ -203,8 +204,10 @@ class Supervisor:
         return hung
 
     def blind(self) -> None:
-        """The registry cannot be read: time until the next look accuses nobody."""
+        """The registry cannot be read: time until the next look accuses nobody, and silence counts from there."""
         self._looked = None
+        for one in self.watched.values():
+            one.silent_s = 0.0
 
     def due(self, now: float) -> list[str]:
         """Replicas to start now."""
