@@ -2,8 +2,9 @@
 
 A delivery counts for every group that was on a replica when that or its engine died, and too many deliveries make a group a dead
 letter. So after a death the next engine begins with one group at a time, and gets twice as many with each that comes through; and
-a group in its last deliveries runs alone. Then only the one that does it is counted on. That the process before this one died
-is told by a file that only a clean end removes. tests/rollout/test_caution.py, tests/chaos/test_faults.py.
+a group in its last deliveries runs alone, with no other one in hand. Then only the one that does it is counted on. That the
+process before this one died is told by a file that only a clean end removes. tests/rollout/test_caution.py,
+tests/chaos/test_faults.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 RAMP_S = 10.0
 """An engine that lives on for so long deserves twice the trust, too: groups may take many minutes."""
-LAST_TRIES = 2
+LAST_TRIES = 3
 """So many of a group's last deliveries it runs alone."""
 
 
@@ -28,6 +29,8 @@ class Caution:
         self.suspect = max(2, max_deliveries + 1 - LAST_TRIES)
         """The delivery from which on a group runs alone."""
         self._held, self._since = 0, time.monotonic()
+        self._suspects = 0
+        """In hand: nobody is let in."""
         self._alone = asyncio.Lock()
         self._changed = asyncio.Condition()
 
@@ -45,7 +48,7 @@ class Caution:
     async def place(self) -> AsyncIterator[None]:
         """Wait for a place, and hold it."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._held < self.allowed and not self._alone.locked())
+            await self._changed.wait_for(lambda: self._held < self.allowed and not self._suspects)
             self._held += 1
         try:
             yield
@@ -60,7 +63,8 @@ class Caution:
             yield
             return
         self.allowed, self._since = 1, time.monotonic()  # there may be more of them
-        self._held -= 1  # of several suspects each waits for its turn without a place
+        self._held -= 1  # of several suspects that came at once each waits for its turn without a place
+        self._suspects += 1
         try:
             await self._tell()
             async with self._alone:
@@ -68,6 +72,7 @@ class Caution:
                     await self._changed.wait_for(lambda: self._held == 0)
                 yield
         finally:
+            self._suspects -= 1
             self._held += 1
 
     async def _tell(self) -> None:

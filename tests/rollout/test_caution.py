@@ -99,5 +99,17 @@ async def test_a_suspect_that_is_cancelled_leaves_the_places_usable():
     assert await slots.settled() == {"b", "c"}
 
 
-def test_the_last_two_deliveries_are_run_alone_but_never_the_first():
-    assert [Caution(4, most).suspect for most in (1, 2, 3, 5, 10)] == [2, 2, 2, 4, 9]
+async def test_beside_a_suspect_no_other_prompt_is_asked_for():
+    """One that only waited would be counted on with it."""
+    places = Caution(4, 5)
+    places.engine_died()
+    slots = Slots(places)
+    slots.start("suspect", delivered=4)
+    slots.start("also suspect", delivered=4)
+    assert await slots.settled() == {"suspect"}
+    assert places._held + places._suspects == 1, "the second is not even asked for"
+    assert await slots.finish("suspect") == {"also suspect"}
+
+
+def test_the_last_three_deliveries_are_run_alone_but_never_the_first():
+    assert [Caution(4, most).suspect for most in (1, 2, 3, 5, 10)] == [2, 2, 2, 3, 8]

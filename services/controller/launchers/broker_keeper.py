@@ -22,8 +22,10 @@ from shared.registry import Registry
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-PROBE_EVERY_S = 2.0
+PROBE_EVERY_S = 1.0
 PROBE_S = 3.0
+DOUBT_S = 1.0
+"""A probe that is not stored by then is taken for one that will not be, until it is."""
 STEADY_S = 10.0
 """A broker that served for so long is up; deaths before that count as one series."""
 SERIES = 6
@@ -37,20 +39,28 @@ class BrokerKeeper:
 
     def __init__(self, registry: Registry, silent_s: float, teller: Teller, say: Callable[[str, str], None]) -> None:
         self._registry, self._silent_s, self._teller, self._say = registry, silent_s, teller, say
-        self.stores = True
-        """It stored what was written at the last look."""
+        self._stored = True
+        self._asked: float | None = None
+        """When the probe began that is not answered yet."""
         self._unheard_s = 0.0
         self._full = False
+
+    @property
+    def stores(self) -> bool:
+        """It stored what was written last, and does not take long over what is being written."""
+        return self._stored and (self._asked is None or time.monotonic() - self._asked < DOUBT_S)
 
     async def watch(self) -> None:
         """See whether it stores, for ever."""
         looked = time.monotonic()
         while True:
-            await asyncio.sleep(PROBE_EVERY_S)
-            self.stores = await self._registry.probe(PROBE_S)
+            self._asked = time.monotonic()
+            self._stored = await self._registry.probe(PROBE_S)
+            self._asked = None
             now = time.monotonic()
-            self._unheard_s = 0.0 if self.stores else self._unheard_s + min(now - looked, LONGEST_LOOK_S)
+            self._unheard_s = 0.0 if self._stored else self._unheard_s + min(now - looked, LONGEST_LOOK_S)
             looked = now
+            await asyncio.sleep(PROBE_EVERY_S)
 
     async def keep(self, broker: PrivateBroker) -> str:
         """Keep it alive until it cannot go on: why."""
