@@ -6,7 +6,7 @@
 # make test-sinks   TensorBoard, W&B, ClearML and Apprise with the real packages
 # make chaos     the long run under SIGKILLs: make chaos KILLS=200 SEED=1
 # make check     style, types, links
-# make bench     each benchmark prints a ratio against a named baseline
+# make bench     each benchmark prints a ratio against a named baseline, or seconds against an aim
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -60,6 +60,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.light_engine
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.async_vs_sync
+	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.vs_trl
 
 clean:
