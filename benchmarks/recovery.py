@@ -14,7 +14,7 @@ when the run has got over the kill before. Nobody helps: what is measured is the
     broker               a `trained` receipt
 
 `stood_still_s` is the longest pause of the run itself, between two updates that had not been done before the kill: what the dead
-one had in hands comes again only after `redeliver_after_s` (10 s), and training goes strictly in the order of issue.
+one had in hands comes again only after `redeliver_after_s` (5 s), and training goes strictly in the order of issue.
 `redelivered` counts these messages (a rollout's are drawn again, a reward's scored again); `trained_again` counts groups of
 updates that the last checkpoint did not hold; the example saves one every 20 updates. Aim: every kill of rollout, reward,
 controller and DCS under 5 s to work again; the trainer is bounded by its own start and by loading its checkpoint.

@@ -96,7 +96,7 @@ class RunConfig(Section):
     """A replica that has not written its heartbeat for so long counts as gone; if its process still lives, it is replaced."""
     hang_timeout_s: float = Field(600.0, ge=2)
     """One computation of a service (a micro-batch, a checkpoint, loading the model) that takes longer counts as hung."""
-    redeliver_after_s: float = Field(10.0, ge=1)
+    redeliver_after_s: float = Field(5.0, ge=1)
     """A prompt or a reward request whose holder has been silent for so long is delivered to another replica."""
     drain_timeout_s: float = Field(30.0, gt=0)
     """What a stopping service may take to finish what it holds; the rest is delivered again to others."""
