@@ -13,7 +13,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 RAMP_S = 10.0
 """An engine that lives on for so long deserves twice the trust, too: groups may take many minutes."""
@@ -22,17 +24,18 @@ LAST_TRIES = 3
 
 
 class Caution:
-    """One replica's places. A place is held from before a prompt is asked for until its group is finished."""
+    """One replica's places."""
 
     def __init__(self, most: int, max_deliveries: int, careful: bool = False) -> None:
         self.most, self.allowed = most, 1 if careful else most
         self.suspect = max(2, max_deliveries + 1 - LAST_TRIES)
         """The delivery from which on a group runs alone."""
-        self._held, self._since = 0, time.monotonic()
-        self._suspects = 0
-        """In hand: nobody is let in."""
-        self._alone = asyncio.Lock()
-        self._changed = asyncio.Condition()
+        self.held, self.alone = 0, False
+        """Groups that run beside each other; whether one runs alone."""
+        self.suspects = 0
+        """In hand, to run alone: nobody else is let in."""
+        self._since = time.monotonic()
+        self.changed = asyncio.Condition()
 
     def engine_died(self) -> None:
         """With groups on it: the next engine begins with one."""
@@ -42,42 +45,74 @@ class Caution:
         """A group came through, or a moment has passed: perhaps there may be more."""
         if self.allowed < self.most and (came_through or time.monotonic() - self._since > RAMP_S):
             self.allowed, self._since = min(self.most, self.allowed * 2), time.monotonic()
-            await self._tell()
+            await self.tell()
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait for a place, and hold it."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._held < self.allowed and not self._suspects)
-            self._held += 1
+    async def place(self) -> AsyncIterator[Place]:
+        """Wait for a place, and hold it: from before a prompt is asked for until its group is finished."""
+        place = Place(self)
+        await place.enter()
         try:
-            yield
+            yield place
         finally:
-            self._held -= 1
-            await self._tell()
+            place.leave()
+            await self.tell()
 
-    @asynccontextmanager
-    async def beside_others(self, delivered: int) -> AsyncIterator[None]:
-        """Inside a place. For a suspect: not beside others but once nobody else holds a place, and with nobody let in."""
-        if delivered < self.suspect:
-            yield
+    async def tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+@dataclass(slots=True)
+class Place:
+    """Of one group: it runs beside others or alone, or it rests."""
+
+    caution: Caution
+    suspect: bool = False
+    state: Literal["", "beside", "alone"] = ""
+
+    async def taken(self, delivered: int) -> None:
+        """By a group of that delivery. A suspect waits until nobody else runs, and nobody is let in."""
+        caution = self.caution
+        if delivered < caution.suspect:
             return
-        self.allowed, self._since = 1, time.monotonic()  # there may be more of them
-        self._held -= 1  # of several suspects that came at once each waits for its turn without a place
-        self._suspects += 1
-        try:
-            await self._tell()
-            async with self._alone:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._held == 0)
-                yield
-        finally:
-            self._suspects -= 1
-            self._held += 1
+        self.leave()
+        self.suspect = True
+        caution.engine_died()  # there may be more of them
+        await self.enter()
 
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """What waits for weights is at nobody's risk and in nobody's way: they may depend on a group that is not let in yet."""
+        self.leave()
+        await self.caution.tell()
+        yield
+        await self.enter()
+
+    async def enter(self) -> None:
+        caution = self.caution
+        if not self.suspect:
+            async with caution.changed:
+                await caution.changed.wait_for(lambda: caution.held < caution.allowed and not caution.suspects)
+                caution.held, self.state = caution.held + 1, "beside"
+            return
+        caution.suspects += 1
+        try:
+            async with caution.changed:
+                caution.changed.notify_all()
+                await caution.changed.wait_for(lambda: caution.held == 0 and not caution.alone)
+                caution.alone, self.state = True, "alone"
+        finally:
+            caution.suspects -= self.state != "alone"  # cancelled
+
+    def leave(self) -> None:
+        caution, state = self.caution, self.state
+        self.state = ""
+        if state == "beside":
+            caution.held -= 1
+        elif state == "alone":
+            caution.alone = False
+            caution.suspects -= 1
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from services.dcs.client import DcsUnavailable
-from services.rollout.caution import Caution, at_work
+from services.rollout.caution import Caution, Place, at_work
 from services.rollout.draw import Drawer
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
 from services.rollout.engines.process import STOP_GRACE_S, EngineKilled, EngineProcess, EngineStartError
@@ -165,19 +165,19 @@ class Worker:
     async def _slot(self, puller: Puller) -> None:
         """One group after another. Waiting here is what asks the broker for a prompt, so a busy replica hoards none."""
         while not self.ctx.stopping.is_set():
-            async with self.caution.place():
+            async with self.caution.place() as place:
                 delivery = await puller.next(POLL_S)
                 if delivery is not None:
-                    await self._take(delivery)
+                    await self._take(delivery, place)
 
-    async def _take(self, delivery: Delivery) -> None:
+    async def _take(self, delivery: Delivery, place: Place) -> None:
         try:
-            async with self.caution.beside_others(delivery.delivered):
-                self._count(1)
-                try:
-                    await self._episode(delivery)
-                finally:
-                    self._count(-1)
+            await place.taken(delivery.delivered)
+            self._count(1)
+            try:
+                await self._episode(delivery, place)
+            finally:
+                self._count(-1)
         finally:
             if delivery.held:  # the engine died while it waited to run alone
                 await delivery.nak()
@@ -211,11 +211,11 @@ class Worker:
             task.cancel()
         await asyncio.gather(*slots, return_exceptions=True)
 
-    async def _episode(self, delivery: Delivery) -> None:
+    async def _episode(self, delivery: Delivery, place: Place) -> None:
         """One group, from its prompt to the stored reward request."""
         try:
             group = wire.decode(delivery.data, Group)
-            await self._sample(group, delivery)
+            await self._sample(group, delivery, place)
         except EngineDead:
             await delivery.nak()
             raise
@@ -234,7 +234,7 @@ class Worker:
             await self.ctx.events.publish("episode_failed", text, group=delivery.msg_id, delivery=delivery.delivered)
             await delivery.nak(1.0)
 
-    async def _sample(self, group: Group, delivery: Delivery) -> None:
+    async def _sample(self, group: Group, delivery: Delivery, place: Place) -> None:
         ctx, config = self.ctx, self.ctx.config
         prompt_ids = self.tokenizer.encode_prompt(group.prompt)
         if len(prompt_ids) > config.sampling.max_prompt_tokens:
@@ -245,7 +245,7 @@ class Worker:
             return
         exact = config.deterministic and group.kind == "train"
         while group.samples is None:
-            if not await self._have_weights(group):
+            if not await self._have_weights(group, place):
                 await delivery.nak()
                 return
             if exact and self.receiver.step > group.min_step:
@@ -270,14 +270,16 @@ class Worker:
         self.samples += group.sampling.n
         self.tokens += len(group.samples.ids)
 
-    async def _have_weights(self, group: Group) -> bool:
+    async def _have_weights(self, group: Group, place: Place) -> bool:
         """Wait for verified weights under which the group may be drawn. False when the service is to stop."""
         ctx, needed = self.ctx, group.min_step
-        while not await self.receiver.wait_step(needed, POLL_S):
-            if ctx.stopping.is_set():
-                return False
-            with suppress(TransportError):  # the broker is away; it is looked up in the next round
-                needed = Waivers.load(await ctx.kv.get(waivers.KEY)).min_step(group)
+        while self.receiver.step < needed:
+            async with place.resting():
+                while not await self.receiver.wait_step(needed, POLL_S):
+                    if ctx.stopping.is_set():
+                        return False
+                    with suppress(TransportError):  # the broker is away; it is looked up in the next round
+                        needed = Waivers.load(await ctx.kv.get(waivers.KEY)).min_step(group)
         return True
 
     async def _drop(self, group: Group, why: str) -> None:

@@ -94,7 +94,7 @@ async def test_streams_at_their_limits_make_writers_wait_and_nobody_is_accused(t
 
 async def test_groups_that_kill_or_break_their_consumer_end_as_dead_letters_alone(tmp_path: Path):
     poison = {"TEST_KILLS_ENGINE": "0-20", "TEST_KILLS_ROLLOUT": "0-40", "TEST_BREAKS_ROLLOUT": "0-60"}
-    async with System(tmp_path, *PLAIN, "steps=6", "redeliver_after_s=1", spoilt=poison) as system:
+    async with System(tmp_path, *PLAIN, "steps=6", "redeliver_after_s=3", spoilt=poison) as system:
         report = await system.ends()
     assert_sound(report)
     assert report["dropped"] == {"dead:rollout": 3}, "each costs itself only, and its credit came back"

@@ -19,7 +19,8 @@ class Slots:
         self.tasks.append(asyncio.create_task(self._run(name, delivered)))
 
     async def _run(self, name: str, delivered: int) -> None:
-        async with self.places.place(), self.places.beside_others(delivered):
+        async with self.places.place() as place:
+            await place.taken(delivered)
             self.running[name] = asyncio.Event()
             self.most = max(self.most, len(self.running))
             await self.running[name].wait()
@@ -84,7 +85,27 @@ async def test_a_suspect_waits_for_the_others_and_then_runs_alone():
     assert await slots.finish("also suspect") == {"late"}
     await slots.finish("late")
     await asyncio.wait_for(asyncio.gather(*slots.tasks), 5)
-    assert slots.places._held == 0
+    assert slots.places.held == 0
+
+
+async def test_what_waits_for_weights_is_in_nobodys_way():
+    """A suspect may wait for weights that need another group to be drawn first, and another group for those of a suspect."""
+    places, weights, log = Caution(1, 5), {1: asyncio.Event(), 2: asyncio.Event()}, list[str]()
+
+    async def draw(name: str, delivered: int, needs: int, gives: int) -> None:
+        async with places.place() as place:
+            await place.taken(delivered)
+            if needs:
+                async with place.resting():
+                    await weights[needs].wait()
+            log.append(name)
+            if gives:
+                weights[gives].set()
+
+    work = [draw("late", 1, 2, 0), draw("suspect", 4, 1, 2), draw("early", 1, 0, 1)]
+    await asyncio.wait_for(asyncio.gather(*work), 5)
+    assert log == ["early", "suspect", "late"]
+    assert (places.held, places.suspects, places.alone) == (0, 0, False)
 
 
 async def test_a_suspect_that_is_cancelled_leaves_the_places_usable():
@@ -107,7 +128,7 @@ async def test_beside_a_suspect_no_other_prompt_is_asked_for():
     slots.start("suspect", delivered=4)
     slots.start("also suspect", delivered=4)
     assert await slots.settled() == {"suspect"}
-    assert places._held + places._suspects == 1, "the second is not even asked for"
+    assert (places.held, places.suspects, places.alone) == (0, 1, True), "the second is not even asked for"
     assert await slots.finish("suspect") == {"also suspect"}
 
 

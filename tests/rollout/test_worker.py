@@ -14,7 +14,7 @@ from services.rollout.main import Worker
 from shared import wire
 from shared.broker import EmbeddedBroker
 from shared.jetstream import Connection
-from shared.pull import Puller
+from shared.pull import Delivery, Puller
 from shared.records import Group, Sampling
 from tests.controller.pipeline import open_context, run_config, until
 from tests.rollout.scripted import Engine, Receiver, Tokens
@@ -37,7 +37,11 @@ class Bench:
         await self.ctx.queue.publish(self.ctx.subjects.prompts, one, msg_id=msg_id or one.id)
         delivery = await self.puller.next(5)
         assert delivery is not None
-        return asyncio.create_task(self.worker._episode(delivery))
+        return asyncio.create_task(self._episode(delivery))
+
+    async def _episode(self, delivery: Delivery) -> None:
+        async with self.worker.caution.place() as place:
+            await self.worker._take(delivery, place)
 
     async def made(self) -> list[Group]:
         """The reward requests so far."""

@@ -52,12 +52,12 @@ def spoil_rollout(kills: str | None, breaks: str | None) -> None:
 
     sample = main.Worker._sample
 
-    async def dies(self, group, delivery):
+    async def dies(self, group, *rest):
         if group.id == kills:
             os.kill(os.getpid(), signal.SIGKILL)
         if group.id == breaks:
             raise ZeroDivisionError("nobody thought of this")
-        return await sample(self, group, delivery)
+        return await sample(self, group, *rest)
 
     main.Worker._sample = dies
 
