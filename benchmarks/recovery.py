@@ -32,6 +32,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -121,7 +122,7 @@ async def measure(folder: Path, parts: list[str], rounds: int) -> tuple[list[Kil
                 pid = await system.kill(part)
                 if pid is None:
                     raise SystemExit(f"the run ended before {part} was killed:\n{system.text[-3000:]}")
-                await until(lambda pid=pid: not lives(pid), f"{part} is gone", DEADLINE_S)
+                await until(partial(is_gone, pid), f"{part} is gone", DEADLINE_S)
                 struck.append((part, before, time.time()))
                 await updates.more(QUIET_UPDATES)
                 print(f"round {number + 1}: {part} killed, {QUIET_UPDATES} updates later", flush=True)
@@ -133,11 +134,11 @@ async def measure(folder: Path, parts: list[str], rounds: int) -> tuple[list[Kil
         return kills, await read(run)
 
 
-def lives(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
-        return False
+        return True
 
 
 async def read(run: Run) -> Records:
