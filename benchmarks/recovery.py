@@ -90,29 +90,29 @@ class Recovery:
 
 
 class Updates:
-    """Counts `trained` receipts as they come."""
+    """Follows the `trained` receipts."""
 
-    def __init__(self, run: Run, groups_per_step: int) -> None:
-        self._run, self._groups = run, groups_per_step
-        self._seen, self._news = 0, asyncio.Condition()
+    def __init__(self, run: Run) -> None:
+        self._run, self._newest, self._news = run, 0, asyncio.Condition()
 
     async def follow(self) -> None:
         async for data, _ in self._run.queue.read("receipts", live=True):
-            if wire.decode(data, Receipt).kind == "trained":
+            receipt = wire.decode(data, Receipt)
+            if receipt.kind == "trained" and receipt.step > self._newest:
                 async with self._news:
-                    self._seen += 1
+                    self._newest = receipt.step
                     self._news.notify_all()
 
     async def more(self, updates: int) -> None:
-        """Until so many more are done."""
-        goal = self._seen + updates * self._groups
+        """Until so many more are done; those that are done again do not count."""
+        goal = self._newest + updates
         async with asyncio.timeout(DEADLINE_S), self._news:
-            await self._news.wait_for(lambda: self._seen >= goal)
+            await self._news.wait_for(lambda: self._newest >= goal)
 
 
 async def measure(folder: Path, parts: list[str], rounds: int) -> tuple[list[Kill], Records]:
     async with System(folder, *SETS) as system, system.attached() as run:
-        updates = Updates(run, (await run.config()).groups_per_step)
+        updates = Updates(run)
         following = asyncio.create_task(updates.follow())
         await updates.more(WARM_UPDATES)
         struck: list[tuple[str, float, float]] = []
