@@ -222,7 +222,7 @@ class RolloutConfig(Section):
     start_timeout_s: float = Field(300.0, gt=0)
     """Deadline of the engine's start."""
     max_deliveries: int = Field(5, ge=1)
-    """Tries before a prompt goes to the dead letters."""
+    """Tries before a prompt goes to the dead letters. Deaths that it was only there for do not count."""
     light: dict[str, Any] = Field({})
     """Options of the light engine's command line, without the dashes."""
     sglang: dict[str, Any] = Field({})

@@ -2,9 +2,9 @@
 
 A delivery counts for every group that was on a replica when that or its engine died, and too many deliveries make a group a dead
 letter. So after a death the next engine begins with one group at a time, and gets twice as many with each that comes through; and
-a group in its last deliveries runs alone, with no other one in hand. Then only the one that does it is counted on. That the
-process before this one died is told by a file that only a clean end removes. tests/rollout/test_caution.py,
-tests/chaos/test_faults.py.
+a group in its last deliveries runs alone (tries.py remembers that it did). Who waits for weights gives its place up meanwhile:
+they may depend on a group that is not let in yet. That the process before this one died is told by a file that only a clean end
+removes. tests/rollout/test_caution.py, tests/chaos/test_faults.py.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from services.rollout.engines.client import EngineClient, EngineDead, EngineErro
 from services.rollout.engines.process import STOP_GRACE_S, EngineKilled, EngineProcess, EngineStartError
 from services.rollout.engines.watch import until_hung
 from services.rollout.episodes import Aborted, EpisodeError
+from services.rollout.tries import LAST_RESORT, Tries
 from services.rollout.weights import WeightReceiver
 from shared import failpoints, waivers, wire
 from shared.errors import AckTimeout, TransportError
@@ -120,6 +121,7 @@ class Worker:
         self.ctx, self.engine, self.receiver, self.tokenizer = ctx, engine, receiver, tokenizer
         self.drawer = Drawer(ctx, engine, tokenizer, receiver.step_of)
         self.caution = caution
+        self.tries = Tries(ctx.kv, ctx.config.rollout.max_deliveries)
         self.running = self.groups = self.samples = self.tokens = 0
         self._changed = time.monotonic()
 
@@ -130,7 +132,7 @@ class Worker:
             "prompts",
             "rollout",
             prefetch=0,
-            max_deliveries=options.max_deliveries,
+            max_deliveries=LAST_RESORT * options.max_deliveries,
             ack_wait_s=self.ctx.config.redeliver_after_s,
         )
         following = asyncio.create_task(self.receiver.run())
@@ -172,6 +174,9 @@ class Worker:
 
     async def _take(self, delivery: Delivery, place: Place) -> None:
         try:
+            if why := await self.tries.verdict(delivery):
+                await self.ctx.queue.bury(delivery, "rollout", why)
+                return
             await place.taken(delivery.delivered)
             self._count(1)
             try:
@@ -252,6 +257,8 @@ class Worker:
                 log.info("%s: the round of step %d is over, so it was sampled before", group.id, group.min_step)
                 await delivery.ack()
                 return
+            if place.suspect:
+                await self.tries.begin(group.id)
             started = time.time()
             samples = await self.drawer.draw(group, prompt_ids, delivery)
             if exact and not samples.drawn_under(group.min_step):
@@ -266,6 +273,8 @@ class Worker:
         failpoints.reach("rollout.acked")
         await self.drawer.forget(group)
         await self.caution.trust(came_through=True)
+        if place.suspect:
+            await self.tries.came_through(group.id)
         self.groups += 1
         self.samples += group.sampling.n
         self.tokens += len(group.samples.ids)

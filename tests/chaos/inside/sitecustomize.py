@@ -48,18 +48,18 @@ def spoil_engine(group: str) -> None:
 
 
 def spoil_rollout(kills: str | None, breaks: str | None) -> None:
-    from services.rollout import main
+    from services.rollout.draw import Drawer
 
-    sample = main.Worker._sample
+    draw = Drawer.draw
 
     async def dies(self, group, *rest):
         if group.id == kills:
             os.kill(os.getpid(), signal.SIGKILL)
         if group.id == breaks:
             raise ZeroDivisionError("nobody thought of this")
-        return await sample(self, group, *rest)
+        return await draw(self, group, *rest)
 
-    main.Worker._sample = dies
+    Drawer.draw = dies
 
 
 if "TEST_CLOCKS" in os.environ:
