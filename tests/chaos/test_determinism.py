@@ -30,7 +30,7 @@ from tests.shared.runs import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters"
 STEPS, GROUPS = 14, 4
-DEADLINE_S = 150.0
+DEADLINE_S = 400.0
 
 OF_THE_TRAINER = [
     "trainer.updated:2",
