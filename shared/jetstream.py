@@ -214,7 +214,7 @@ class Channel:
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
         """Hand a message to the socket. False if it cannot take it now. Whether it arrives only an answer can tell."""
-        if not self._up.is_set() or self._link.backlog > WRITE_BACKLOG_BYTES:
+        if not self._up.is_set() or not self._link.lives or self._link.backlog > WRITE_BACKLOG_BYTES:
             return False
         self._link.publish(subject, payload, reply, headers)
         return True

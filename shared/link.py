@@ -219,12 +219,12 @@ class Link(Transport):
         self._protocol = secured
 
     def write(self, payload: bytes) -> None:
-        if self._protocol is not None and self._protocol.transport is not None:
-            self._protocol.transport.write(payload)
+        if (transport := self._living) is not None:
+            transport.write(payload)
 
     def writelines(self, payload: list[bytes]) -> None:
-        if self._protocol is not None and self._protocol.transport is not None:
-            self._protocol.transport.writelines(payload)
+        if (transport := self._living) is not None:
+            transport.writelines(payload)
 
     async def read(self, buffer_size: int) -> bytes:
         return await self._open.lines.read(buffer_size)
@@ -264,8 +264,20 @@ class Link(Transport):
     @property
     def backlog(self) -> int:
         """Bytes that wait for the socket."""
-        transport = self._protocol.transport if self._protocol is not None else None
+        transport = self._living
         return transport.get_write_buffer_size() if transport is not None else 0
+
+    @property
+    def lives(self) -> bool:
+        """What is written now may arrive."""
+        return self._living is not None
+
+    @property
+    def _living(self) -> asyncio.Transport | None:
+        """None also for a socket that the other side has closed, before nats-py hears of it: uvloop raises a RuntimeError on
+        writes to it, which would end the client's reconnecting for ever."""
+        transport = self._protocol.transport if self._protocol is not None else None
+        return None if transport is None or transport.is_closing() else transport
 
     def subscribe(self, subject: str, callback: Callable[[Frame], None]) -> int:
         """Ask for a subject's messages, on this connection: a new one starts without subscriptions."""

@@ -9,13 +9,14 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.broker import EmbeddedBroker
-from shared.link import LONGEST_LINE, Frame, FrameReader, encode_headers, parse_headers, publish_command
+from shared.link import LONGEST_LINE, Frame, FrameReader, Link, encode_headers, parse_headers, publish_command
 from tests.shared.runs import open_queue, until
 
 SUBJECT = st.from_regex(r"[a-zA-Z0-9_$-]{1,10}(\.[a-zA-Z0-9_$-]{1,10}){0,3}", fullmatch=True)
@@ -135,6 +136,27 @@ async def test_unsubscribed_inbox_is_silent(broker: EmbeddedBroker, connect: Any
         connection.bulk.send(inbox, inbox.encode())
     await until(lambda: received, "the second hears")
     assert [frame.subject for frame in received] == [second]
+
+
+def test_a_socket_that_the_other_side_has_closed_takes_nothing_and_raises_nothing() -> None:
+    """As when a broker is killed, before nats-py hears of it. uvloop, which the services run on, raises on such writes."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def run() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        link = Link()
+        port = server.sockets[0].getsockname()[1]
+        await link.connect(urlparse(f"nats://127.0.0.1:{port}"), 0, 5)
+        await until(lambda: not link.lives, "the other side has closed")
+        assert await link.read(1) == b""
+        link.publish("a", b"payload", "", None)
+        link.write(b"PING\r\n")
+        link.unsubscribe(link.subscribe("a", lambda frame: None))
+        assert link.backlog == 0
+        await link.wait_closed()
+        server.close()
+
+    uvloop.run(run())
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
