@@ -131,6 +131,7 @@ def summary(struck: Counter[str], report: dict[str, Any], calm: dict[str, Any], 
         for part, times in sorted(back.items())
     ]
     numbers = ("steps", "issued", "trained", "dropped", "pending", "rollbacks", "reward_last", "wall_seconds")
-    rows.append(" ".join(f"{name}={report.get(name)}" for name in numbers))
+    again = sum(event["detail"]["count"] for event in story if event["kind"] == "redelivered")
+    rows.append(" ".join(f"{name}={report.get(name)}" for name in numbers) + f" redelivered={again}")
     rows.append(f"without kills: reward_last={calm['reward_last']} wall_seconds={calm['wall_seconds']}")
     return "\n".join(rows)
