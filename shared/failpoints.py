@@ -23,6 +23,7 @@ POINTS = {
     "weights.announced": "announced, not sent",
     "weights.sent": "sent, the DCS does not know it",
     "checkpoint.begun": "nothing of the checkpoint is written",
+    "checkpoint.writing": "a tensor of it is written, others are not",
     "checkpoint.written": "its files are written, but it has no name yet",
     "checkpoint.named": "it is durable; the older ones are still there",
     "checkpoint.purging": "an older one is half removed",

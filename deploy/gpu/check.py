@@ -144,10 +144,9 @@ def bfloat16_parity(where: Path, device: str) -> dict[str, Any]:
 
 def bfloat16_learns(where: Path, device: str) -> dict[str, Any]:
     """Eight supervised steps with float32 copies bring the loss down; a restored state goes on."""
-    from safetensors.torch import save_file
-
     from services.trainer.batches import pack
     from services.trainer.objectives import SFT
+    from services.trainer.state_files import file_of, write
 
     policy = policy_on(device, build(where / "tiny", **TINY), "bfloat16")
     batches, losses = pack(samples(8, 40, TINY["vocab_size"]), 1000), []
@@ -155,9 +154,10 @@ def bfloat16_learns(where: Path, device: str) -> dict[str, Any]:
         sums = policy.forward_backward(batches, SFT)
         losses.append(sums["loss"] / sums["denominator"])
         if step == 4:
-            path = where / "state.safetensors"
-            save_file({name: tensor.cpu().contiguous() for name, tensor in policy.state_tensors()}, path)
-            policy.restore(path)
+            folder = where / "state"
+            folder.mkdir()
+            write(folder / file_of(0), list(policy.state_tensors()))
+            policy.restore(folder)
             sums = policy.forward_backward(batches, SFT)
         policy.update(sums["denominator"], 1e-2)
     if losses[-1] > 0.8 * losses[0]:

@@ -151,6 +151,8 @@ class Channel:
 
     def order(self, message: Any) -> None:
         """Leader: have all ranks take this order."""
+        if self.lost:
+            raise RankLost("the ranks have parted; start the trainer again")
         payload = encode(message)
         self._number += 1
         with self.watched():

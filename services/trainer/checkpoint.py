@@ -1,9 +1,10 @@
 """Checkpoints that a crash cannot spoil.
 
-A checkpoint is a folder `checkpoint-<sequence>-step-<step>` with the tensors (safetensors), everything else (msgpack), the
-model's config and tokenizer, by which it can be exported without anything else, and a manifest with size and sha256 of all. It is
-written under another name, synced, renamed in one step, and the parent folder is synced: it is there completely or not at all,
-and saving never touches an older one. `sequence` only grows, so the newest is known even after a rollback to an earlier step.
+A checkpoint is a folder `checkpoint-<sequence>-step-<step>` with the tensors (safetensors, a file a rank), everything else
+(msgpack), the model's config and tokenizer, by which it can be exported without anything else, and a manifest with size and
+sha256 of all. It is written under another name, synced, renamed in one step, and the parent folder is synced: it is there
+completely or not at all, and saving never touches an older one. `begin` makes the folder, the ranks write their files into it
+(state_files.py), `finish` does the rest. `sequence` only grows, so the newest is known even after a rollback to an earlier step.
 What goes and what stays is decided after the new one is durable: the newest `keep` stay, those at every `keep_every`-th step, and
 the `keep_best` with the highest score.
 
@@ -22,24 +23,27 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from services.trainer.hf_folder import companions
-from services.trainer.tensorfile import DiskFullError, Spec, TensorWriter, disk_errors, fsync_folder
+from services.trainer.state_files import Written, file_of, open_state
+from services.trainer.tensorfile import DiskFullError, disk_errors, fsync_folder
 from shared.failpoints import reach
 
-FORMAT = 2
-TENSORS, META, MANIFEST, MODEL = "state.safetensors", "meta.msgpack", "manifest.msgpack", "model"
+FORMAT = 3
+META, MANIFEST, MODEL = "meta.msgpack", "manifest.msgpack", "model"
 NAME = re.compile(r"checkpoint-(\d{8})-step-(\d{8})")
 UNFINISHED, DAMAGED = "saving-", "damaged-"
 CLAIM = "claim-"
+VERIFIERS = min(8, os.cpu_count() or 1)
+"""Files are hashed side by side."""
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "CheckpointTaken", "Damage", "DiskFullError", "Entry"]
 
@@ -62,6 +66,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A checkpoint that is being written."""
+
+    entry: Entry
+    """What it will be."""
+    folder: Path
+    """Where its files go for now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Damage:
     """A checkpoint that was found unusable and set aside."""
 
@@ -73,11 +87,9 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint."""
+    """A verified checkpoint. The state lies in its folder (state_files.py): read from it what is needed."""
 
     entry: Entry
-    tensors: Path
-    """The safetensors file: read from it what is needed."""
     meta: dict[str, Any]
     damaged: tuple[Damage, ...]
     """Newer ones that had to be passed over."""
@@ -136,36 +148,39 @@ class CheckpointStore:
         """Damaged ones with a sequence number above `after`, whenever they were found, oldest first."""
         return [entry for entry in self._named(DAMAGED) if entry.sequence > after]
 
-    def save(
+    def begin(self, step: int) -> Unfinished:
+        """A folder for the files of the next checkpoint. What an earlier one left unfinished is cleared away."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_claim()
+        sequence = max((entry.sequence for entry in (*self.entries(), *self.set_aside())), default=0) + 1
+        target = self.folder / f"checkpoint-{sequence:08d}-step-{step:08d}"
+        self._remove_unfinished()
+        unfinished = Unfinished(Entry(sequence, step, target), self.folder / f"{UNFINISHED}{target.name}")
+        unfinished.folder.mkdir()
+        reach("checkpoint.begun")
+        return unfinished
+
+    def finish(
         self,
-        step: int,
-        specs: Sequence[Spec],
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        unfinished: Unfinished,
+        written: Mapping[str, Written],
         meta: Mapping[str, Any],
         score: float | None = None,
     ) -> Entry:
-        """Write a checkpoint; when this returns it is durable. `tensors` come one by one, as `specs` announces them; `meta` is
-        what msgpack can hold; `score` is what `keep_best` goes by, higher is better."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        sequence = max((entry.sequence for entry in (*self.entries(), *self.set_aside())), default=0) + 1
-        target = self.folder / f"checkpoint-{sequence:08d}-step-{step:08d}"
-        unfinished = self.folder / f"{UNFINISHED}{target.name}"
-        self._remove_unfinished()
-        unfinished.mkdir()
-        reach("checkpoint.begun")
+        """Add the rest to the files `written`, which are durable, and give the checkpoint its name; when this returns it is
+        durable. `meta` is what msgpack can hold; `score` is what `keep_best` goes by, higher is better."""
+        entry, folder = unfinished.entry, unfinished.folder
         try:
-            files = {TENSORS: _write_tensors(unfinished / TENSORS, specs, tensors)}
-            packed = msgpack.packb({"format": FORMAT, "step": step, "meta": dict(meta)}, use_bin_type=True)
-            files[META] = _write(unfinished / META, packed)
-            files |= self._copy_companions(unfinished)
+            packed = msgpack.packb({"format": FORMAT, "step": entry.step, "meta": dict(meta)}, use_bin_type=True)
+            files = {**written, META: _write(folder / META, packed), **self._copy_companions(folder)}
             manifest = {"format": FORMAT, "files": files, "score": score}
-            _write(unfinished / MANIFEST, msgpack.packb(manifest, use_bin_type=True))
-            fsync_folder(unfinished)
+            _write(folder / MANIFEST, msgpack.packb(manifest, use_bin_type=True))
+            fsync_folder(folder)
             reach("checkpoint.written")
             self._check_claim()
-            os.rename(unfinished, target)
+            os.rename(folder, entry.path)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            self.abandon(unfinished)
             raise
         fsync_folder(self.folder)
         reach("checkpoint.named")
@@ -175,7 +190,11 @@ class CheckpointStore:
             os.rename(old.path, doomed)
             reach("checkpoint.purging")
             shutil.rmtree(doomed)
-        return Entry(sequence, step, target)
+        return entry
+
+    def abandon(self, unfinished: Unfinished) -> None:
+        """It will not be finished: make room."""
+        shutil.rmtree(unfinished.folder, ignore_errors=True)
 
     def load(self, step: int | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or the newest of `step`. None: there has never been one."""
@@ -191,7 +210,7 @@ class CheckpointStore:
             except (_Damaged, OSError) as error:
                 damaged.append(self._set_aside(entry, str(error)))
                 continue
-            return Checkpoint(entry, entry.path / TENSORS, meta, tuple(damaged))
+            return Checkpoint(entry, meta, tuple(damaged))
         if damaged:
             reasons = "; ".join(f"step {damage.step}: {damage.reason}" for damage in damaged)
             raise CheckpointError(
@@ -242,17 +261,6 @@ class _Damaged(Exception):
     """Why a checkpoint cannot be used."""
 
 
-def _write_tensors(path: Path, specs: Sequence[Spec], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    writer = TensorWriter(path, specs)
-    try:
-        for name, tensor in tensors:
-            writer.write(tensor, name)
-        return {"size": writer.nbytes, "sha256": writer.close()}
-    except BaseException:
-        writer.abort()
-        raise
-
-
 def _write(path: Path, data: bytes) -> dict[str, Any]:
     with disk_errors(path, len(data)), path.open("wb") as file:
         file.write(data)
@@ -275,14 +283,16 @@ def _read(path: Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise _Damaged(f"{MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}")
     files = manifest.get("files", {})
-    for name in {TENSORS, META, *files}:
-        _verify(path / name, files.get(name, {}))
+    names = sorted({file_of(0), META, *files})
+    with ThreadPoolExecutor(VERIFIERS, thread_name_prefix="verify") as pool:
+        for _ in pool.map(lambda name: _verify(path / name, files.get(name, {})), names):
+            pass
     meta = _unpack(path / META)
     try:
-        with safe_open(path / TENSORS, framework="pt"):
+        with open_state(path):
             pass
-    except SafetensorError as error:
-        raise _Damaged(f"{TENSORS}: {error}") from error
+    except (SafetensorError, ValueError) as error:
+        raise _Damaged(str(error)) from error
     return meta["meta"]
 
 

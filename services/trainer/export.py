@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from services.trainer.checkpoint import MANIFEST, MODEL, TENSORS, CheckpointError, CheckpointStore, verify
+from services.trainer.checkpoint import MANIFEST, MODEL, CheckpointError, CheckpointStore, verify
 from services.trainer.hf_folder import save_hf
+from services.trainer.state_files import open_state
 from services.trainer.tensorfile import Spec, fsync_folder
 
 WEIGHTS, MASTER = "weights/", "master/"
@@ -44,18 +44,18 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None, max_shard_b
     if not (checkpoint / MODEL / "config.json").is_file():
         raise CheckpointError(f"{checkpoint}: holds no {MODEL}/config.json, so it cannot be exported")
     part = target.with_name(f".{target.name}.{os.getpid()}")
-    with safe_open(checkpoint / TENSORS, framework="pt") as opened:
-        names = list(opened.keys())
+    with open_state(checkpoint) as opened:
+        names = opened.names()
         source = MASTER if dtype == "float32" and any(name.startswith(MASTER) for name in names) else WEIGHTS
-        chosen = [name for name in _order(opened) if name.startswith(source)]
+        chosen = [name for name in names if name.startswith(source)]
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name in chosen:
-                tensor = opened.get_tensor(name)
+                tensor = opened.whole(name)
                 yield name.removeprefix(source), tensor if dtype is None else tensor.to(DTYPES[dtype])
 
-        own = _dtype(opened, chosen[0]) if dtype is None else DTYPES[dtype]
-        specs = [Spec(name.removeprefix(source), own, tuple(opened.get_slice(name).get_shape())) for name in chosen]
+        own = opened.whole(chosen[0]).dtype if dtype is None else DTYPES[dtype]
+        specs = [Spec(name.removeprefix(source), own, opened.shape(name)) for name in chosen]
         try:
             files = save_hf(specs, tensors(), checkpoint / MODEL, part, max_shard_bytes)
             if target.exists():
@@ -66,12 +66,3 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None, max_shard_b
             raise
     fsync_folder(target.parent)
     return sorted(files)
-
-
-def _order(opened: safe_open) -> list[str]:
-    """Names as they lie in the file, which is the order of the model's layers."""
-    return list(opened.offset_keys())
-
-
-def _dtype(opened: safe_open, name: str) -> torch.dtype:
-    return opened.get_tensor(name).dtype

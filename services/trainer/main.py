@@ -1,7 +1,8 @@
 """The trainer service: take the groups of an update, accumulate their gradients as they arrive, step, publish, acknowledge.
 
     begin (checkpoint, or model folder and supervised phase) -> publish weights -> for each update:
-    take P groups -> forward and backward, micro-batch by micro-batch -> update -> receipts and weights -> checkpoint -> ack
+    take P groups -> forward and backward, micro-batch by micro-batch -> update -> receipts and weights
+    now and then: copy the state -> write it while training goes on -> acknowledge what it covers
 
 This is the leader of the trainer's ranks; the others do what it does (ranks.py) and know no broker.
 
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 from services.trainer.algorithms import first_pass, needs_first_pass
 from services.trainer.algorithms.reductions import finish, merge
@@ -29,9 +32,10 @@ from services.trainer.megatron.policy import NonFiniteError, StateMismatch
 from services.trainer.model_folder import ModelFolderError
 from services.trainer.objectives import Objective
 from services.trainer.rollback import roll_back
+from services.trainer.saving import Saver
 from services.trainer.schedule import learning_rate
 from services.trainer.spread import Spread
-from services.trainer.start import Interrupted, Start, begin, meta_of, save
+from services.trainer.start import Interrupted, Start, begin, meta_of
 from services.trainer.tensorfile import DiskFullError
 from services.trainer.update import UpdateBatches
 from services.trainer.weights import WeightPublisher
@@ -114,16 +118,25 @@ class Training:
         self.ctx, self.config = ctx, ctx.config
         self.policy, self.roles = start.policy, start.roles
         self.step, self.version = start.step, version
-        self.store, self.publisher, self.intake = store, publisher, intake
+        self.publisher, self.intake = publisher, intake
+        self.saver = Saver(ctx, store, start.policy.ranks, start.roles.states)
         self.loss = Objective("policy", ctx.config.algorithm)
         self.window_state = intake.window.state()
         self.uncovered: list[str] = []
         self.rewards: list[float] = []
         """Of the samples trained since the last checkpoint."""
-        self.saved_step = start.step
         self.next_issue = start.next_issue
 
     async def run(self) -> None:
+        try:
+            await self.go()
+            await self.settled()
+        finally:
+            await self.saver.close()
+        if self.step == self.config.steps:
+            await self.ctx.compute(self.policy.save_hf, self.config.work_path / "model")
+
+    async def go(self) -> None:
         while self.step < self.config.steps and not self.ctx.stopping.is_set():
             began = time.monotonic()
             batch = await self.accumulate()
@@ -138,16 +151,18 @@ class Training:
             self.window_state = self.intake.window.state()
             self.uncovered += [group.id for group in groups]
             receipts = list(trained_receipts(groups, self.step - 1, self.intake.rollbacks))
-            if self.step == self.config.steps:
-                await self.save(untold=receipts)  # the run ends with these receipts: nothing may be missing then
+            last = self.step == self.config.steps
+            if last:  # the run ends with these receipts: nothing may be missing then
+                await self.save(untold=receipts)
+                await self.settled()
             await self.tell(receipts)
             self.report(groups, {**finish(sums), **outcome, "step_s": time.monotonic() - began})
-            if self.step % self.config.trainer.checkpoint.every == 0 or self.step == self.config.steps:
+            if last:
+                await self.ctx.vouch(self.cover(self.uncovered, self.step, self.version))
+            elif self.step % self.config.trainer.checkpoint.every == 0:
                 await self.checkpoint()
-        if self.uncovered:
+        if self.uncovered and self.step < self.config.steps:
             await self.checkpoint()
-        if self.step == self.config.steps:
-            await self.ctx.compute(self.policy.save_hf, self.config.work_path / "model")
 
     def take_in(self, batches: UpdateBatches, group: Group) -> list[Spread]:
         """The group with the columns that are made here; the micro-batches that can be trained on now."""
@@ -171,7 +186,7 @@ class Training:
         parts: list[dict[str, float]] = []
         while not batches.complete:
             await self.beat("waiting for groups")
-            group = await self.intake.take(self.step)
+            group = await self.saver.unless_failed(self.intake.take(self.step))
             if group is None:
                 await self.ctx.compute(self.policy.discard)
                 return None
@@ -222,24 +237,33 @@ class Training:
         failpoints.reach("trainer.told")
 
     async def checkpoint(self) -> None:
-        """Save, and only then acknowledge what is saved."""
-        if self.saved_step != self.step:
-            await self.save()
-        failpoints.reach("trainer.saved")
-        with self.ctx.metrics.wait("checkpoint"):
-            await self.ctx.vouch(self.intake.covered(self.uncovered))
-        failpoints.reach("trainer.covered")
+        """Save what is to be acknowledged; that happens when it is durable, while training goes on."""
+        await self.save(then=partial(self.cover, self.uncovered, self.step, self.version))
         self.uncovered = []
-        await self.ctx.events.publish("checkpoint", f"step {self.step}", step=self.step, version=self.version)
 
-    async def save(self, untold: Iterable[Receipt] = ()) -> None:
-        """A checkpoint of this step. `untold`: receipts of its last update, if they are not written yet."""
+    async def save(
+        self, untold: Iterable[Receipt] = (), then: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> None:
+        """Begin a checkpoint of this step. `untold`: receipts of its last update, if they are not written yet. `then`: what
+        follows when it is durable."""
         meta = meta_of(self.window_state, self.intake.rollbacks, self.next_issue)
         meta |= {"version": self.version, "trained": self.uncovered, "untold": [wire.encode(one) for one in untold]}
         score = sum(self.rewards) / len(self.rewards) if self.rewards else None
         with self.ctx.metrics.wait("checkpoint"):
-            await self.ctx.compute(save, self.store, self.policy, self.roles, self.step, meta, score)
-        self.rewards, self.saved_step = [], self.step
+            await self.saver.begin(self.step, meta, score, then)
+        self.rewards = []
+
+    async def cover(self, group_ids: list[str], step: int, version: int) -> None:
+        """A durable checkpoint holds these groups: acknowledge them."""
+        failpoints.reach("trainer.saved")
+        await self.intake.covered(group_ids)
+        failpoints.reach("trainer.covered")
+        await self.ctx.events.publish("checkpoint", f"step {step}", step=step, version=version)
+
+    async def settled(self) -> None:
+        """Until all that was saved is durable and acknowledged."""
+        with self.ctx.metrics.wait("checkpoint"):
+            await self.saver.settled()
 
     async def beat(self, state: str) -> None:
         await self.ctx.beat(state, progress=self.step, version=self.version, step=self.step)

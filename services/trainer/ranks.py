@@ -8,7 +8,8 @@ hangs ends all of them (channel.py). With one rank nothing is sent. tests/traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,21 @@ from services.trainer.megatron.state import StateMismatch
 from services.trainer.megatron.step import NonFiniteError, Scores, tokens_of
 from services.trainer.model_folder import ModelFolderError, read_architecture
 from services.trainer.spread import Spread
-from services.trainer.tensorfile import Spec
+from services.trainer.state_files import Written, file_of, write_behind
+from services.trainer.tensorfile import DiskFullError, Spec
 from shared.sections import OptimizerConfig
 
 TELLABLE: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (NonFiniteError, StateMismatch, ModelFolderError, NativeOptionError, LayoutError, OSError)
+    for kind in (
+        NonFiniteError,
+        StateMismatch,
+        ModelFolderError,
+        NativeOptionError,
+        LayoutError,
+        DiskFullError,
+        OSError,
+    )
 }
 """Errors that one rank may have and that the leader raises by their own type."""
 
@@ -47,6 +57,7 @@ class Ranks:
     """None: there is one rank."""
     models: dict[str, Policy] = field(default_factory=dict)
     _walking: Iterator[Any] | None = None
+    _saving: Future[Written] | None = None
 
     def add(self, name: str, folder: Path, role: Role = "actor") -> RankedPolicy:
         """Leader: build a model on all ranks."""
@@ -85,6 +96,19 @@ class Ranks:
         if walking is not None and self.channel is not None:
             with self.channel.in_step(*TELLABLE.values()):
                 self.together(lambda: _exhaust(walking))
+
+    def save(self, folder: Path, models: Mapping[str, str]) -> None:
+        """Leader: have all ranks copy their share of these models' states (name -> prefix) and write it into a folder that all
+        see. Returns when the copies are there; `saved` tells when they are written."""
+        self.all("save", "", folder=str(folder), models=dict(models))
+
+    def saved(self) -> dict[str, Written] | None:
+        """Leader: the files that the last `save` has written, durable; None while any rank is still at it. Raises what went
+        wrong."""
+        answers = self.all("saved", "")
+        if any(answer is None for answer in answers):
+            return None
+        return {file_of(rank): answer for rank, answer in enumerate(answers)}
 
     def close(self) -> None:
         """Leader: let the other ranks go."""
@@ -125,9 +149,19 @@ class Ranks:
         if order["do"] == "build":
             self.models[order["model"]] = self.build(Path(arguments["folder"]), arguments["role"])
             return None
+        if order["do"] == "save":
+            return self._save(Path(arguments["folder"]), arguments["models"])
+        if order["do"] == "saved":
+            assert self._saving is not None
+            return self._saving.result() if self._saving.done() else None
         if order["do"] == "copy_weights":
             return self.models[order["model"]].copy_weights(self.models[arguments["source"]])
         return OPERATIONS[order["do"]](self.models[order["model"]], **arguments)
+
+    def _save(self, folder: Path, models: Mapping[str, str]) -> None:
+        staged = [item for name, prefix in models.items() for item in self.models[name].state_tensors(prefix)]
+        rank = 0 if self.channel is None else self.channel.rank
+        self._saving = write_behind(folder / file_of(rank), staged)
 
 
 class RankedPolicy:
@@ -193,9 +227,9 @@ class RankedPolicy:
         """As `Policy.hold_reference`."""
         self._all("hold_reference", folder=None if folder is None else str(folder))
 
-    def restore(self, path: str | Path, prefix: str = "") -> None:
-        """Restore a state file that every rank can read."""
-        self._all("restore", path=str(path), prefix=prefix)
+    def restore(self, folder: str | Path, prefix: str = "") -> None:
+        """Restore a saved state that every rank can read."""
+        self._all("restore", folder=str(folder), prefix=prefix)
 
     def hf_specs(self) -> list[Spec]:
         return self.local.hf_specs()
@@ -207,13 +241,6 @@ class RankedPolicy:
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, summed gradient), before `update`."""
         return self.ranks.walk("gradients", self.name, self.local.gradients)
-
-    def state_specs(self, prefix: str = "") -> list[Spec]:
-        return self.local.state_specs(prefix)
-
-    def state_tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """As `Policy.state_tensors`, from all ranks."""
-        return self.ranks.walk("state_tensors", self.name, lambda: self.local.state_tensors(prefix), prefix=prefix)
 
     def save_hf(self, target: str | Path) -> dict[str, str]:
         """Write the weights as a model folder; sha256 by file name."""
@@ -257,9 +284,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "reset_optimizer": lambda model, options: model.reset_optimizer(OptimizerConfig.model_validate(options)),
     "load_hf": lambda model, folder: model.load_hf(folder),
     "hold_reference": lambda model, folder: model.hold_reference(folder),
-    "restore": lambda model, path, prefix: model.restore(path, prefix),
+    "restore": lambda model, folder, prefix: model.restore(folder, prefix),
     "hf_tensors": lambda model: _exhaust(model.hf_tensors()),
     "gradients": lambda model: _exhaust(model.gradients()),
-    "state_tensors": lambda model, prefix: _exhaust(model.state_tensors(prefix)),
 }
 """What the leader may order, by the name of the method of `Policy`."""

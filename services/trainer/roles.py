@@ -16,11 +16,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from services.trainer import references
 from services.trainer.advantages import token_advantages
@@ -31,7 +30,6 @@ from services.trainer.ranks import RankedPolicy
 from services.trainer.samples import critic_samples
 from services.trainer.schedule import learning_rate
 from services.trainer.spread import spread
-from services.trainer.tensorfile import Spec
 from shared import columns
 from shared.algorithms import PpoConfig
 from shared.config import RunConfig
@@ -120,18 +118,15 @@ class Roles:
 
     # ---- checkpoints
 
-    def state_specs(self) -> list[Spec]:
-        """What `state_tensors` will give."""
-        return [] if self.critic is None else self.critic.state_specs(CRITIC)
+    @property
+    def states(self) -> dict[str, str]:
+        """The models whose state a checkpoint holds, and the prefix of each in it. The policy's has the reference in it."""
+        return {self.policy.name: ""} | ({} if self.critic is None else {self.critic.name: CRITIC})
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """To be saved beside the policy's, which has the reference in it."""
-        return iter(()) if self.critic is None else self.critic.state_tensors(CRITIC)
-
-    def restore(self, path: Path, step: int) -> None:
+    def restore(self, folder: Path, step: int) -> None:
         """Restore what was saved at `step`. StateMismatch if it was saved without a critic."""
         if self.critic is not None:
-            self.critic.restore(path, CRITIC)
+            self.critic.restore(folder, CRITIC)
         if self.config.reference is not None and self.config.reference.place == "service":
             references.forget(self.config, after=step)
 

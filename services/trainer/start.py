@@ -23,6 +23,7 @@ from services.trainer.intake import Rollback
 from services.trainer.preferences import Pair, PreferenceStep, preference_pair, run_preferences
 from services.trainer.ranks import RankedPolicy
 from services.trainer.roles import Roles
+from services.trainer.saving import save
 from services.trainer.warm_start import Demonstration, WarmStep, run_warm_start
 from services.trainer.window import Window
 from shared import wire
@@ -80,13 +81,14 @@ async def _begin_with(ctx: Context, store: CheckpointStore, policy: RankedPolicy
         roles = await ctx.compute(Roles, config, policy)
         await ctx.compute(roles.begin)
         start = Start(policy, roles, Window(config.window), 0, [], epoch, resumed=False)
-        await ctx.compute(save, store, policy, roles, 0, meta_of(start.window.state(), [], 0))
+        meta = meta_of(start.window.state(), [], 0)
+        await ctx.compute(save, store, policy.ranks, roles.states, 0, meta)
         return start
     for damage in checkpoint.damaged:
         await ctx.events.publish("checkpoint_damaged", f"{damage.path.name}: {damage.reason}", step=damage.step)
     roles = await ctx.compute(Roles, config, policy)
-    await ctx.compute(roles.restore, checkpoint.tensors, checkpoint.entry.step)
-    await ctx.compute(policy.restore, checkpoint.tensors)
+    await ctx.compute(roles.restore, checkpoint.entry.path, checkpoint.entry.step)
+    await ctx.compute(policy.restore, checkpoint.entry.path)
     meta, damaged = checkpoint.meta, store.set_aside(checkpoint.entry.sequence)
     await ctx.events.publish(
         "resumed", f"from the checkpoint of step {checkpoint.entry.step}", step=checkpoint.entry.step
@@ -104,20 +106,6 @@ async def _begin_with(ctx: Context, store: CheckpointStore, policy: RankedPolicy
         damaged_sequence=max((entry.sequence for entry in damaged), default=0),
         untold=[wire.decode(receipt, Receipt) for receipt in meta.get("untold", ())],
     )
-
-
-def save(
-    store: CheckpointStore,
-    policy: RankedPolicy,
-    roles: Roles,
-    step: int,
-    meta: dict[str, Any],
-    score: float | None = None,
-) -> None:
-    """A checkpoint of everything that the next update depends on, written tensor by tensor."""
-    specs = policy.state_specs() + roles.state_specs()
-    tensors = itertools.chain(policy.state_tensors(), roles.state_tensors())
-    store.save(step, specs, tensors, meta, score)
 
 
 def meta_of(window: dict[str, Any], rollbacks: list[Rollback], next_issue: int) -> dict[str, Any]:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from services.trainer import saving
 from services.trainer.algorithms import policy_loss
 from services.trainer.algorithms.reductions import merge
 from services.trainer.batches import pack
-from services.trainer.tensorfile import Spec
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.ranks import RankedPolicy
+from services.trainer.state_files import file_of, write
 from shared.algorithms import GrpoConfig
 from tests.trainer.conftest import samples
 
@@ -28,15 +30,18 @@ def train(policy: Any, steps: range, budget: int = 1000, loss: Any = grpo) -> li
 
 
 def state(policy: Any) -> dict[str, torch.Tensor]:
-    """Everything that the next update depends on, copied."""
-    found = {name: tensor.clone() for name, tensor in policy.state_tensors()}
-    assert [Spec.of(name, tensor) for name, tensor in found.items()] == policy.state_specs()
-    return found
+    """Everything that the next update depends on."""
+    return dict(policy.state_tensors())
 
 
 def restore(policy: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors")
-    policy.restore(folder / "state.safetensors")
+    write(folder / file_of(0), list(tensors.items()))
+    policy.restore(folder)
+
+
+def save(store: CheckpointStore, step: int, policy: Any, meta: Any) -> None:
+    """A checkpoint of a policy of one rank."""
+    saving.save(store, RankedPolicy.alone(policy).ranks, {"policy": ""}, step, meta)
 
 
 def weights(policy: Any) -> dict[str, torch.Tensor]:

@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.checkpoint import CheckpointError, CheckpointStore, CheckpointTaken, Entry
-from services.trainer.tensorfile import DiskFullError, Spec
+from services.trainer.state_files import file_of, write
+from services.trainer.tensorfile import DiskFullError
+from tests.trainer import policies
 from tests.trainer.policies import equal, train, weights
 from tests.trainer.test_tensorfile import file_size_limit
 
@@ -27,7 +29,13 @@ def tensors(step: int, count: int = 1000) -> dict[str, torch.Tensor]:
 
 
 def save(store: CheckpointStore, step: int, state: dict[str, torch.Tensor], meta: Any, **options: Any) -> Entry:
-    return store.save(step, [Spec.of(*item) for item in state.items()], state.items(), meta, **options)
+    unfinished = store.begin(step)
+    try:
+        written = {file_of(0): write(unfinished.folder / file_of(0), list(state.items()))}
+    except OSError:
+        store.abandon(unfinished)
+        raise
+    return store.finish(unfinished, written, meta, **options)
 
 
 def test_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -37,7 +45,7 @@ def test_gives_back_what_was_saved(tmp_path: Path) -> None:
     found = store.load()
     assert found is not None
     assert (found.entry, found.meta, found.damaged) == (entry, META, ())
-    assert equal(load_file(found.tensors), tensors(3))
+    assert equal(load_file(found.entry.path / file_of(0)), tensors(3))
 
 
 def test_keeps_the_newest_and_removes_the_rest(tmp_path: Path) -> None:
@@ -86,8 +94,8 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda folder: truncate(folder / "state.safetensors"), "has .* bytes instead of"),
-        (lambda folder: flip(folder / "state.safetensors"), "sha256 differs"),
+        (lambda folder: truncate(folder / "state-00000.safetensors"), "has .* bytes instead of"),
+        (lambda folder: flip(folder / "state-00000.safetensors"), "sha256 differs"),
         (lambda folder: flip(folder / "meta.msgpack"), "sha256 differs"),
         (lambda folder: (folder / "meta.msgpack").unlink(), "meta.msgpack is missing"),
         (lambda folder: (folder / "manifest.msgpack").unlink(), "manifest.msgpack is missing"),
@@ -116,7 +124,7 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(
 def test_none_whole_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
-        flip(save(store, step, tensors(step), {}).path / "state.safetensors")
+        flip(save(store, step, tensors(step), {}).path / "state-00000.safetensors")
     with pytest.raises(CheckpointError, match=r"no checkpoint is whole \(step 2: .*; step 1: "):
         store.load()
 
@@ -134,14 +142,15 @@ KILL_EVERYWHERE = """
 import os, signal, sys, pathlib
 import torch
 from services.trainer.checkpoint import CheckpointStore
-from services.trainer.tensorfile import Spec
+from services.trainer.state_files import file_of, write
 
 root, state = pathlib.Path(sys.argv[1]), {"w": torch.zeros(5000)}
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 
 def save(store, step):
-    tensors = {"w": state["w"] + step}
-    store.save(step, [Spec.of(*item) for item in tensors.items()], tensors.items(), {"step": step})
+    unfinished = store.begin(step)
+    written = {file_of(0): write(unfinished.folder / file_of(0), [("w", state["w"] + step)])}
+    store.finish(unfinished, written, {"step": step})
 
 def save_and_die_at(point, folder):
     calls = 0
@@ -184,7 +193,7 @@ def test_killed_at_any_point_of_saving_one_whole_checkpoint_remains(tmp_path: Pa
         assert found is not None
         assert found.damaged == ()
         assert found.meta == {"step": found.entry.step}
-        state = load_file(found.tensors)
+        state = load_file(found.entry.path / file_of(0))
         assert torch.equal(state["w"], torch.full((5000,), float(found.entry.step)))
         steps.append(found.entry.step)
         save(store, 3, state, {"step": 3})
@@ -199,13 +208,13 @@ def test_a_policy_goes_on_bit_for_bit_from_the_disk(tmp_path: Path, make_policy:
     stopped = make_policy()
     train(stopped, range(2))
     store = CheckpointStore(tmp_path)
-    store.save(2, stopped.state_specs(), stopped.state_tensors(), META)
+    policies.save(store, 2, stopped, META)
     train(stopped, range(20, 22))  # saved tensors are copies: what happens later does not reach them
 
     resumed = make_policy(seed=3)
     found = store.load()
     assert found is not None
-    resumed.restore(found.tensors)
+    resumed.restore(found.entry.path)
     train(resumed, range(2, 4))
     assert equal(weights(resumed), weights(straight))
 

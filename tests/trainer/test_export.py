@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from services.controller.cli import app
 from services.trainer.checkpoint import CheckpointError, CheckpointStore
 from services.trainer.export import export, find
-from tests.trainer.policies import equal, train, weights
+from tests.trainer.policies import equal, save, train, weights
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def saved(make_policy: Callable[..., Any], tied_folder: Path, tmp_path: Path) ->
     store = CheckpointStore(tmp_path / "work/checkpoints", model_folder=model)
     for step in (1, 2):
         train(policy, range(step))
-        store.save(step, policy.state_specs(), policy.state_tensors(), {})
+        save(store, step, policy, {})
     shutil.rmtree(model)  # a checkpoint needs nothing beside it
     return tmp_path / "work", policy
 
@@ -62,7 +62,7 @@ def test_float32_of_a_bfloat16_policy_takes_the_float32_copies(
     policy = make_policy(dtype="bfloat16")
     train(policy, range(2))
     store = CheckpointStore(tmp_path / "checkpoints", model_folder=tied_folder)
-    store.save(2, policy.state_specs(), policy.state_tensors(), {})
+    save(store, 2, policy, {})
     export(find(tmp_path), tmp_path / "out", "float32")
     exact, rounded = load_file(tmp_path / "out/model.safetensors"), weights(policy)
     assert equal({name: tensor.bfloat16() for name, tensor in exact.items()}, rounded)
@@ -75,7 +75,7 @@ def test_what_cannot_be_exported_is_said(saved: tuple[Path, Any], tmp_path: Path
         find(tmp_path / "base")
     with pytest.raises(FileExistsError, match="give a new folder"):
         export(find(work), work)
-    tensors = find(work) / "state.safetensors"
+    tensors = find(work) / "state-00000.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="not a whole checkpoint"):
         export(find(work), tmp_path / "out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from services.trainer import references
 from services.trainer.build import build_rank
@@ -19,7 +17,7 @@ from services.trainer.megatron.state import StateMismatch
 from services.trainer.objectives import Objective
 from services.trainer.ranks import RankedPolicy
 from services.trainer.roles import Roles, score
-from services.trainer.tensorfile import Spec
+from services.trainer.state_files import file_of, write
 from services.trainer.update import UpdateBatches
 from shared.config import RunConfig
 from shared.records import Group
@@ -49,19 +47,14 @@ def alone(policy: Any, config: RunConfig) -> RankedPolicy:
 
 def state(roles: Roles) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of all models."""
-    both = itertools.chain(roles.policy.state_tensors(), roles.state_tensors())
-    found = {name: tensor.clone() for name, tensor in both}
-    assert [Spec.of(name, tensor) for name, tensor in found.items()] == (
-        roles.policy.state_specs() + roles.state_specs()
-    )
-    return found
+    models = roles.policy.ranks.models
+    return {key: tensor for name, prefix in roles.states.items() for key, tensor in models[name].state_tensors(prefix)}
 
 
 def restore(roles: Roles, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    path = folder / "state.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    roles.restore(path, step=1)
-    roles.policy.restore(path)
+    write(folder / file_of(0), list(tensors.items()))
+    roles.restore(folder, step=1)
+    roles.policy.restore(folder)
 
 
 def policy_update(policy: RankedPolicy, config: RunConfig, filled: list[Group]) -> None:

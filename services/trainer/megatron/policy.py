@@ -307,18 +307,15 @@ class Policy:
             parameter.data, self._reference[name] = self._reference[name], parameter.data
 
     def _state(self, prefix: str) -> State:
-        return State(self.shards, self._trained(), self.dtype, self.device, self._reference, prefix)
-
-    def state_specs(self, prefix: str = "") -> list[Spec]:
-        """What `state_tensors` will give: everything that the next update depends on, in no layout's terms."""
-        return self._state(prefix).specs()
+        return State(self.shards, self._trained(), self.device, self._reference, prefix)
 
     def state_tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """The state, tensor by tensor, on the leader; on all ranks at once. Shares memory: write it before the next update."""
+        """This rank's share of everything that the next update depends on, in no layout's terms, copied into host memory; on all
+        ranks at once."""
         return self._state(prefix).tensors()
 
-    def restore(self, path: str | Path, prefix: str = "") -> None:
-        """Restore a file of `state_tensors`, of this or another layout, on all ranks. StateMismatch if it is of another model;
-        then nothing has changed."""
-        self._state(prefix).restore(Path(path))
+    def restore(self, folder: str | Path, prefix: str = "") -> None:
+        """Restore the state in a folder, saved by ranks of this or another layout; on all ranks. StateMismatch if it is of
+        another model; then nothing has changed."""
+        self._state(prefix).restore(Path(folder))
         self.discard()

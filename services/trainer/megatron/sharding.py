@@ -2,8 +2,9 @@
 
 The weight map (services/trainer/families) says for each Megatron tensor which Hugging Face tensors it is made of and how it is
 cut; here are the pure functions that cut and lay together, and `Shards`, which knows what this rank holds and brings tensors to
-the leader. It goes through the map in its order on all ranks at once, and only the leader ever holds a full tensor, one at a
-time. What belongs to a weight and has its shape - gradients, Adam's moments, float32 copies - goes the same way.
+the leader (`full`) or gives each rank its share of them (`own`). It goes through the map in its order on all ranks at once, and
+only the leader ever holds a full tensor, one at a time. What belongs to a weight and has its shape - gradients, Adam's moments,
+float32 copies - goes the same way.
 
 tests/trainer/test_sharding.py (pure part), tests/trainer/layouts (between ranks).
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,11 @@ class Piece:
     @property
     def whole(self) -> bool:
         return self.size == self.shape[self.dim]
+
+    @property
+    def count(self) -> int:
+        """Numbers in it."""
+        return prod(self.shape) // self.shape[self.dim] * self.size
 
 
 def full_shapes(entry: Entry, architecture: Architecture) -> list[tuple[int, ...]]:
@@ -122,7 +129,9 @@ class Shards:
             del self.parameters[OUTPUT.megatron]
         self._tensor = parallel_state.get_tensor_model_parallel_rank()
         self._expert_tensor = parallel_state.get_expert_tensor_parallel_rank()
-        self._holders = self._find_holders()
+        table = self._table()
+        self._holders = self._find_holders(table)
+        self._writers = self._choose_writers(table)
         self._mark_cut()
 
     def unknown(self) -> list[str]:
@@ -174,6 +183,25 @@ class Shards:
             elif shard is not None and rank in holders:
                 dist.send(shard.contiguous(), LEADER)
 
+    def own(self, take: Local) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """This rank's share of all shards, as pieces of Hugging Face tensors: of those that several ranks hold each has one
+        writer, and the writers' shares are about equal. No tensor leaves its rank. `take` as in `full`."""
+        rank = dist.get_rank()
+        for entry, writers in zip(self.entries, self._writers, strict=True):
+            mine = self.parameters.get(entry.megatron)
+            if mine is None:
+                continue
+            shard = take(mine)
+            if writers[self.cut(entry)[0]] == rank:
+                found = self.pieces(entry)
+                for piece, part in zip(found, self._split(entry, shard, found), strict=True):
+                    if piece.size:
+                        yield piece, part
+
+    def _split(self, entry: Entry, shard: torch.Tensor, found: list[Piece]) -> list[torch.Tensor]:
+        groups = self.architecture.kv_heads // self.cut(entry)[1]
+        return split(entry, shard, groups, self.architecture.head_dim, found[0].size if entry.vocabulary else None)
+
     def _assemble(
         self, entry: Entry, holders: list[int], mine: torch.Tensor | None, dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,14 +214,7 @@ class Shards:
             else:
                 shard = torch.empty(self._shard_shape(entry, index), dtype=dtype, device=self._device)
                 dist.recv(shard, holder)
-            parts = split(
-                entry,
-                shard,
-                self.architecture.kv_heads // len(holders),
-                self.architecture.head_dim,
-                found[0].size if entry.vocabulary else None,
-            )
-            for column, part in zip(columns, parts, strict=True):
+            for column, part in zip(columns, self._split(entry, shard, found), strict=True):
                 column.append(part)
         dim = 1 if entry.cut == "columns" else 0
         for name, column in zip(entry.hf, columns, strict=True):
@@ -217,28 +238,41 @@ class Shards:
                 if entry.cut != "whole" and not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, 1 if entry.cut == "columns" else 0, 1)
 
-    def _find_holders(self) -> list[list[int]]:
-        """For each entry the lowest rank that holds each of its shards."""
-        world = dist.get_world_size()
-        if world == 1:
-            return [[0]] * len(self.entries)
+    def _table(self) -> list[list[int]]:
+        """[ranks, entries] which shard of the entry the rank holds; -1: none."""
         mine = torch.tensor(
             [self.cut(e)[0] if e.megatron in self.parameters else -1 for e in self.entries],
             dtype=torch.int32,
             device=self._device,
         )
-        gathered = [torch.empty_like(mine) for _ in range(world)]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
-        table = torch.stack(gathered).tolist()
+        return torch.stack(gathered).tolist()
+
+    def _find_holders(self, table: list[list[int]]) -> list[list[int]]:
+        """For each entry the lowest rank that holds each of its shards."""
         found = []
         for number, entry in enumerate(self.entries):
             lowest: dict[int, int] = {}
-            for rank in range(world - 1, -1, -1):
+            for rank in range(len(table) - 1, -1, -1):
                 if table[rank][number] >= 0:
                     lowest[table[rank][number]] = rank
             if sorted(lowest) != list(range(self.cut(entry)[1])):
                 raise RuntimeError(f"no rank holds all of {entry.megatron}: found shards {sorted(lowest)}")
             found.append([lowest[index] for index in sorted(lowest)])
+        return found
+
+    def _choose_writers(self, table: list[list[int]]) -> list[list[int]]:
+        """For each entry the rank that writes each of its shards: of those that hold it, the one that has least to write."""
+        load, found = [0] * len(table), []
+        for number, entry in enumerate(self.entries):
+            writers = []
+            for index in range(self.cut(entry)[1]):
+                holders = [rank for rank, held in enumerate(table) if held[number] == index]
+                writer = min(holders, key=lambda rank: (load[rank], rank))
+                load[writer] += sum(piece.count for piece in self.pieces(entry, index))
+                writers.append(writer)
+            found.append(writers)
         return found
 
 

@@ -7,8 +7,9 @@
     optimizer/steps                      updates that the moments have seen
     rng/LAYOUT/RANK/WHICH                generators of each rank; another layout draws anew
 
-All under a prefix, so that several models share a file. Tensors go to the leader one by one and are read back by each rank in the
-pieces that it holds. tests/trainer/test_policy.py has the bit-exact resume, tests/trainer/layouts the change of layout.
+All under a prefix, so that several models share a file. Each rank gives its share, as pieces of these tensors, and reads back the
+pieces that it holds (state_files.py). tests/trainer/test_policy.py has the bit-exact resume, tests/trainer/layouts the change of
+layout.
 """
 
 from __future__ import annotations
@@ -16,18 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from safetensors import safe_open
 
 from services.trainer.families.entries import Entry
 from services.trainer.megatron.optimizer import MASTER, MOMENTS, Optimizer
 from services.trainer.megatron.sharding import LEADER, Local, Shards
-from services.trainer.megatron.weights import read_piece
-from services.trainer.tensorfile import Spec
+from services.trainer.state_files import StateFiles, key_of, open_state
 
 WEIGHTS, REFERENCE, STEPS, RNG = "weights", "reference", "optimizer/steps", "rng"
 
@@ -42,49 +40,29 @@ class State:
 
     shards: Shards
     optimizer: Optimizer
-    dtype: torch.dtype
     device: torch.device
     reference: dict[str, torch.Tensor] | None
     prefix: str
 
-    def specs(self) -> list[Spec]:
-        """What `tensors` will give."""
-        specs = [
-            Spec(f"{self.prefix}{kind}/{name}", dtype, shape)
-            for kind, dtype, _ in self._kinds()
-            for name, shape in self.shards.names()
-        ]
-        specs.append(Spec(f"{self.prefix}{STEPS}", torch.int64, ()))
-        own = self._generators()
-        for rank in range(self.shards.layout.ranks):
-            specs += [Spec.of(f"{self._rng(rank)}{name}", state) for name, state in own.items()]
-        return specs
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """On the leader; nothing on other ranks, which go through it all the same."""
-        for kind, dtype, take in self._kinds():
-            for name, tensor in self.shards.full(take, dtype):
-                yield f"{self.prefix}{kind}/{name}", tensor
-        own = self._generators()
-        if dist.get_rank() != LEADER:
-            for state in own.values():
-                dist.send(state, LEADER)
-            return
-        yield f"{self.prefix}{STEPS}", torch.tensor(self.optimizer.steps)
-        for rank in range(self.shards.layout.ranks):
-            for name, state in own.items():
-                if rank != LEADER:
-                    state = torch.empty_like(state)
-                    dist.recv(state, rank)
-                yield f"{self._rng(rank)}{name}", state
+        """This rank's share, copied into host memory. On all ranks at once."""
+        for kind, take in self._kinds():
+            for piece, part in self.shards.own(take):
+                name = f"{self.prefix}{kind}/{piece.name}"
+                key = name if piece.whole else key_of(name, piece.dim, piece.start)
+                yield key, part.detach().to("cpu", copy=True)
+        if dist.get_rank() == LEADER:
+            yield f"{self.prefix}{STEPS}", torch.tensor(self.optimizer.steps)
+        for name, state in self._generators().items():
+            yield f"{self._rng(dist.get_rank())}{name}", state
 
     @torch.no_grad()
-    def restore(self, path: Path) -> None:
-        """Read this rank's part of a file. StateMismatch before anything has changed."""
-        with safe_open(path, framework="pt") as opened:
-            saved = set(opened.keys())
+    def restore(self, folder: Path) -> None:
+        """Read this rank's part of a saved state. StateMismatch before anything has changed."""
+        with open_state(folder) as opened:
+            saved = set(opened.names())
             self._check(opened, saved)
-            steps = int(opened.get_tensor(f"{self.prefix}{STEPS}"))
+            steps = int(opened.whole(f"{self.prefix}{STEPS}"))
             self.optimizer.restore_steps(steps)
             masters = any(name.startswith(f"{self.prefix}{MASTER}/") for name in saved)
             # Saved as bfloat16, to go on as float32: the copies are the better weights.
@@ -99,18 +77,18 @@ class State:
                         self.reference[name].copy_(self._shard(opened, REFERENCE, entry))
             self._restore_generators(opened, saved)
 
-    def _kinds(self) -> list[tuple[str, torch.dtype, Local]]:
-        """(kind of tensor, its type, how to take a parameter's)."""
-        kinds: list[tuple[str, torch.dtype, Local]] = [(WEIGHTS, self.dtype, lambda parameter: parameter.detach())]
+    def _kinds(self) -> list[tuple[str, Local]]:
+        """(kind of tensor, how to take a parameter's)."""
+        kinds: list[tuple[str, Local]] = [(WEIGHTS, lambda parameter: parameter.detach())]
         optimizer, reference = self.optimizer, self.reference
         for kind in [*([MASTER] if optimizer.masters else []), *(MOMENTS if optimizer.steps else ())]:
-            kinds.append((kind, torch.float32, lambda parameter, kind=kind: optimizer.take(parameter, kind)))  # type: ignore[misc]
+            kinds.append((kind, lambda parameter, kind=kind: optimizer.take(parameter, kind)))  # type: ignore[misc]
         if reference is not None:
             names = {parameter: name for name, parameter in self.shards.held.items()}
-            kinds.append((REFERENCE, self.dtype, lambda parameter: reference[names[parameter]]))
+            kinds.append((REFERENCE, lambda parameter: reference[names[parameter]]))
         return kinds
 
-    def _read_weights(self, opened: Any, source: str) -> None:
+    def _read_weights(self, opened: StateFiles, source: str) -> None:
         for entry in self.shards.entries:
             if targets := self.shards.here(entry):
                 shard = self._shard(opened, source, entry)
@@ -119,20 +97,21 @@ class State:
         if self.optimizer.masters:
             self.optimizer.megatron.reload_model_params()
 
-    def _read_optimizer(self, opened: Any, kind: str) -> None:
+    def _read_optimizer(self, opened: StateFiles, kind: str) -> None:
         for entry in self.shards.entries:
             if targets := self.shards.here(entry):
                 shard = self._shard(opened, kind, entry)
                 for target in targets:
                     self.optimizer.put(target, kind, shard)
 
-    def _shard(self, opened: Any, kind: str, entry: Entry) -> torch.Tensor:
-        found = self.shards.pieces(entry)
-        return self.shards.join(
-            entry, [read_piece(opened, f"{self.prefix}{kind}/{piece.name}", piece) for piece in found]
-        )
+    def _shard(self, opened: StateFiles, kind: str, entry: Entry) -> torch.Tensor:
+        parts = [
+            opened.part(f"{self.prefix}{kind}/{piece.name}", piece.dim, piece.start, piece.size)
+            for piece in self.shards.pieces(entry)
+        ]
+        return self.shards.join(entry, parts)
 
-    def _check(self, opened: Any, saved: set[str]) -> None:
+    def _check(self, opened: StateFiles, saved: set[str]) -> None:
         expected = dict(self.shards.names())
         for kind in (WEIGHTS, *([REFERENCE] if self.reference is not None else [])):
             prefix = f"{self.prefix}{kind}/"
@@ -146,7 +125,7 @@ class State:
                 odd = sorted(have ^ expected.keys())[0]
                 raise StateMismatch(f"the saved state belongs to another model: {odd!r} is only in one of them")
             for name, shape in expected.items():
-                found = tuple(opened.get_slice(f"{prefix}{name}").get_shape())
+                found = opened.shape(f"{prefix}{name}")
                 if found != shape:
                     raise StateMismatch(f"{name}: saved with shape {found}, the model has {shape}")
 
@@ -169,9 +148,9 @@ class State:
             states[f"megatron-{name}"] = state
         return dict(sorted(states.items()))
 
-    def _restore_generators(self, opened: Any, saved: set[str]) -> None:
+    def _restore_generators(self, opened: StateFiles, saved: set[str]) -> None:
         prefix = self._rng(dist.get_rank())
-        states = {name.removeprefix(prefix): opened.get_tensor(name) for name in saved if name.startswith(prefix)}
+        states = {name.removeprefix(prefix): opened.whole(name) for name in saved if name.startswith(prefix)}
         if not states:
             return
         torch.set_rng_state(states["cpu"])

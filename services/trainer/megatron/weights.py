@@ -41,14 +41,6 @@ def load_hf(shards: Shards, folder: str | Path) -> None:
                 target.copy_(joined)
 
 
-def read_piece(opened: Any, name: str, piece: Piece) -> torch.Tensor:
-    """A piece of tensor `name` of an opened safetensors file."""
-    if piece.whole:
-        return opened.get_tensor(name)
-    part = slice(piece.start, piece.start + piece.size)
-    return opened.get_slice(name)[part] if piece.dim == 0 else opened.get_slice(name)[:, part]
-
-
 def _read(opened: Any, piece: Piece, folder: Path) -> torch.Tensor:
     found = tuple(opened.get_slice(piece.name).get_shape())
     if found != piece.shape:
@@ -56,4 +48,7 @@ def _read(opened: Any, piece: Piece, folder: Path) -> torch.Tensor:
             f"{folder}: {piece.name} has shape {found}, but config.json asks for {piece.shape}; config.json and the weights "
             "do not belong together"
         )
-    return read_piece(opened, piece.name, piece)
+    if piece.whole:
+        return opened.get_tensor(piece.name)
+    part = slice(piece.start, piece.start + piece.size)
+    return opened.get_slice(piece.name)[part] if piece.dim == 0 else opened.get_slice(piece.name)[:, part]

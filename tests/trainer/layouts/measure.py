@@ -15,6 +15,7 @@ from services.trainer.batches import TrainSample
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.objectives import Objective
 from services.trainer.ranks import RankedPolicy
+from services.trainer.saving import save
 from services.trainer.spread import spread
 from shared.algorithms import GrpoConfig
 from shared.config import RunConfig, parse
@@ -71,7 +72,7 @@ def measure(policy: RankedPolicy, out: Path, earlier: Path | None = None) -> Non
     second = update(policy, seed=6)
     save_file({name: tensor.clone() for name, tensor in policy.hf_tensors()}, out / "trained.safetensors")
     store = CheckpointStore(out / "checkpoints")
-    store.save(2, policy.state_specs(), policy.state_tensors(), {})
+    save(store, policy.ranks, {"policy": ""}, 2, {})
     third = update(policy, seed=7)
     if earlier is not None:
         resume(policy, earlier)
@@ -91,7 +92,7 @@ def resume(policy: RankedPolicy, out: Path) -> None:
     """Restore the checkpoint that `measure` left in `out`."""
     found = CheckpointStore(out / "checkpoints").load()
     assert found is not None
-    policy.restore(found.tensors)
+    policy.restore(found.entry.path)
 
 
 def all_logprobs(policy: Any) -> torch.Tensor:
