@@ -9,6 +9,8 @@
                                 lengths as completions have them (geometric, at most 512). Aim: at least 2.5
     logprob_peak_mb             memory that log-probabilities and their gradient take beyond their inputs, for 4096 tokens and
                                 32768 ids, and what the whole logits take by log_softmax; ratio_logprob_peak
+    checkpoint_copy_ms          how long training stands still for a checkpoint of weights and Adam's moments (checkpoint_mb in
+                                all); checkpoint_ms: until it is durable; the same with two tensor-parallel ranks
     export_mb_s                 Hugging Face tensors out of the policy into the buckets of a broadcast: one rank, and two
                                 tensor-parallel ranks (three processes on two cores: a floor, not a figure)
 
@@ -202,10 +204,15 @@ def scoring() -> dict[str, float]:
     }
 
 
-def exporting(folder: Path, ranks: int, answer: Any) -> None:
-    """In a process of its own: megabytes a second of the best of five exports into broadcast buckets."""
+def moving(folder: Path, ranks: int, answer: Any) -> None:
+    """In a process of its own: megabytes a second of the best of five exports into broadcast buckets, and what the best of five
+    checkpoints takes."""
+    from services.trainer import saving
     from services.trainer.build import build as build_policy
     from services.trainer.channel import gather
+    from services.trainer.checkpoint import CheckpointStore
+    from services.trainer.objectives import SFT
+    from services.trainer.spread import spread
     from services.trainer.weight_copy import Copier
     from shared.config import parse
 
@@ -223,27 +230,42 @@ def exporting(folder: Path, ranks: int, answer: Any) -> None:
         "benchmark",
     )
     policy = build_policy(config, gather(config))
-    copier, best = Copier(64 << 20), 0.0
+    copier, rate = Copier(64 << 20), 0.0
     for _ in range(5):
         started = time.perf_counter()
         copied = copier.copy(policy.hf_tensors())
-        best = max(best, copied.nbytes / 1e6 / (time.perf_counter() - started))
+        rate = max(rate, copied.nbytes / 1e6 / (time.perf_counter() - started))
+    (one,) = spread([(sample(64, 0),)], 64, policy.layout)
+    policy.update(policy.forward_backward(one, SFT)["denominator"], 1e-5)
+    store, copy_s, durable_s = CheckpointStore(folder.parent / f"checkpoints-{ranks}", keep=1), [], []
+    for step in range(5):
+        started = time.perf_counter()
+        unfinished = saving.begin(store, policy.ranks, {"policy": ""}, step)
+        copy_s.append(time.perf_counter() - started)
+        while (written := policy.ranks.saved()) is None:
+            time.sleep(saving.POLL_S)
+        store.finish(unfinished, written, {})
+        durable_s.append(time.perf_counter() - started)
+    size = sum(file["size"] for file in written.values()) / 1e6
     policy.close()
-    answer.send(best)
+    answer.send((rate, 1e3 * min(copy_s), 1e3 * min(durable_s), size))
 
 
-def export(folder: Path) -> dict[str, float]:
+def moved(folder: Path) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
-    found = {}
-    for name, ranks in (("export_mb_s", 1), ("export_tp2_mb_s", 2)):
+    found: dict[str, float] = {}
+    for suffix, ranks in (("", 1), ("_tp2", 2)):
         near, far = context.Pipe()
-        process = context.Process(target=exporting, args=(folder, ranks, far))
+        process = context.Process(target=moving, args=(folder, ranks, far))
         process.start()
-        found[name] = round(near.recv())
+        rate, copy_ms, durable_ms, size = (round(value) for value in near.recv())
         process.join(60)
-    print(
-        f"export with checksums: {found['export_mb_s']} MB/s, from two tensor-parallel ranks {found['export_tp2_mb_s']} MB/s"
-    )
+        found |= {f"export{suffix}_mb_s": rate, f"checkpoint{suffix}_copy_ms": copy_ms}
+        found |= {f"checkpoint{suffix}_ms": durable_ms, "checkpoint_mb": size}
+        print(
+            f"{ranks} rank(s): export with checksums {rate} MB/s; a checkpoint of {size} MB stops training for {copy_ms} ms and "
+            f"is durable after {durable_ms} ms"
+        )
     return found
 
 
@@ -254,7 +276,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = build(Path(scratch) / "model")
         results: dict[str, float] = {"load_at_start": round(os.getloadavg()[0], 1)}
-        results |= scoring() | export(folder) | speed(folder, options.rounds)
+        results |= scoring() | moved(folder) | speed(folder, options.rounds)
     print(json.dumps(results))
 
 

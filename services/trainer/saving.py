@@ -33,7 +33,7 @@ def save(
     score: float | None = None,
 ) -> Entry:
     """A checkpoint that is durable when this returns. `states`: the models and their prefixes."""
-    unfinished = _begin(store, ranks, states, step)
+    unfinished = begin(store, ranks, states, step)
     try:
         while (written := ranks.saved()) is None:
             time.sleep(POLL_S)
@@ -43,7 +43,8 @@ def save(
     return store.finish(unfinished, written, meta, score)
 
 
-def _begin(store: CheckpointStore, ranks: Ranks, states: Mapping[str, str], step: int) -> Unfinished:
+def begin(store: CheckpointStore, ranks: Ranks, states: Mapping[str, str], step: int) -> Unfinished:
+    """The state is copied when this returns; `ranks.saved` tells when it is written."""
     unfinished = store.begin(step)
     try:
         ranks.save(unfinished.folder, states)
@@ -69,7 +70,7 @@ class Saver:
     ) -> None:
         """Returns when everything is copied; `then` follows when the checkpoint is durable. Waits for the one before."""
         await self.settled()
-        unfinished = await self._ctx.compute(_begin, self._store, self._ranks, self._states, step)
+        unfinished = await self._ctx.compute(begin, self._store, self._ranks, self._states, step)
         self._task = asyncio.create_task(self._finish(unfinished, meta, score, then))
 
     async def settled(self) -> None:

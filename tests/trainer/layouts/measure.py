@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from services.trainer.algorithms.reductions import merge
 from services.trainer.batches import TrainSample
 from services.trainer.checkpoint import CheckpointStore
+from services.trainer.layout import Layout
 from services.trainer.objectives import Objective
 from services.trainer.ranks import RankedPolicy
 from services.trainer.saving import save
-from services.trainer.spread import spread
+from services.trainer.spread import Spread, spread
 from shared.algorithms import GrpoConfig
 from shared.config import RunConfig, parse
 from tests.trainer.conftest import samples
@@ -24,6 +26,10 @@ from tests.trainer.models import VOCABULARY
 
 BUDGET = 64
 GRPO = Objective("policy", GrpoConfig())
+VALUES = Objective("critic", constants={"value_clip": None})
+CRITIC = "critic"
+STATES = {"policy": "", CRITIC: "critic/"}
+"""Models and their prefixes in a checkpoint of both."""
 
 
 def run_config(folder: Path, ranks: int, megatron: dict[str, Any], dtype: str = "float32", **trainer: Any) -> RunConfig:
@@ -60,7 +66,6 @@ def update(policy: RankedPolicy, seed: int) -> dict[str, float]:
 
 def measure(policy: RankedPolicy, out: Path, earlier: Path | None = None) -> None:
     """Losses, gradients, scores, weights and a checkpoint, into `out`; and how it goes on from the checkpoint in `earlier`."""
-    out.mkdir(parents=True)
     save_file({name: tensor.clone() for name, tensor in policy.hf_tensors()}, out / "loaded.safetensors")
     units = [(sample,) for sample in samples(24, seed=5)]
     scores = [found for one in spread(units, BUDGET, policy.layout) for found in policy.score(one, 0.9, top=3)]
@@ -86,6 +91,29 @@ def measure(policy: RankedPolicy, out: Path, earlier: Path | None = None) -> Non
         "top_sum": float(sum(found.top_logprobs_NK.double().sum() for found in scores)),
     }
     (out / "numbers.json").write_text(json.dumps(numbers))
+
+
+def measure_critic(policy: RankedPolicy, out: Path) -> None:
+    """Three updates of a critic that shares the policy's ranks, and a checkpoint of both."""
+    critic = policy.ranks.add(CRITIC, policy.folder, "critic")
+    critic.copy_weights(policy)
+    for seed in (5, 6, 7):
+        sums = merge(critic.forward_backward(one, VALUES) for one in with_returns(seed, policy.layout))
+        outcome = critic.update(sums["denominator"], 1e-2)
+    values = [found for one in with_returns(5, policy.layout) for found in critic.score(one)]
+    save(CheckpointStore(out / "checkpoints"), policy.ranks, STATES, 3, {})
+    save_file({name: tensor.clone() for name, tensor in critic.hf_tensors()}, out / "trained.safetensors")
+    found = {**sums, **outcome, "value_sum": float(sum(scores.logprobs_N.double().sum() for scores in values))}
+    (out / "numbers.json").write_text(json.dumps(found))
+
+
+def with_returns(seed: int, layout: Layout) -> list[Spread]:
+    """Micro-batches of samples with something to predict."""
+    units = []
+    for number, sample in enumerate(samples(24, seed=seed)):
+        returns = np.full(len(sample.mask), 0.1 * (number % 7), np.float32)
+        units.append((replace(sample, extras={"returns": returns, "values": np.zeros_like(returns)}),))
+    return spread(units, BUDGET, layout)
 
 
 def resume(policy: RankedPolicy, out: Path) -> None:

@@ -19,8 +19,11 @@ import torch
 
 from services.trainer.ranks import RankedPolicy
 from tests.trainer.layouts.measure import (
+    CRITIC,
+    STATES,
     means,
     measure,
+    measure_critic,
     numbers,
     resume,
     run_config,
@@ -73,6 +76,7 @@ REFERENCES = {"qwen3": "float32", "qwen3_moe": "float32", "qwen3-bfloat16": "bfl
 """What one process makes of each model and type."""
 ALL = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
 FAMILIES = ("qwen2", "llama", "qwen3", "qwen3_moe")
+CRITIC_LAYOUTS = ("tp2", "tp2-sp", "pp2", "dp2-distopt", "cp2")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks are tried on Linux only")
 
@@ -86,7 +90,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         build_model(root / family, family, tied=family == "qwen3")
     for reference, dtype in REFERENCES.items():
-        measure(build(run_config(root / model_of(reference), 1, {}, dtype)), root / "results" / reference)
+        out = root / "results" / reference
+        out.mkdir(parents=True)
+        measure(build(run_config(root / model_of(reference), 1, {}, dtype)), out)
+    (root / "results/critic").mkdir()
+    measure_critic(build(run_config(root / "qwen3", 1, {})), root / "results/critic")
     return root
 
 
@@ -99,15 +107,16 @@ def launched(root: Path) -> Callable[[int], Path]:
         if ranks not in done:
             done[ranks] = ""
             layouts = {
-                name: plan_of(model_of(reference), megatron, REFERENCES[reference], reference)
+                name: plan_of(model_of(reference), megatron, "updates", reference)
                 for name, (reference, megatron) in LAYOUTS[ranks].items()
             }
             if ranks == 2:
                 layouts |= {
-                    f"{family}-logprobs": plan_of(
-                        family, {T: 2, **(SP if family == "qwen3_moe" else {})}, "float32", None
-                    )
+                    f"{family}-logprobs": plan_of(family, {T: 2, **(SP if family == "qwen3_moe" else {})}, "logprobs")
                     for family in FAMILIES
+                }
+                layouts |= {
+                    f"{name}-critic": plan_of("qwen3", LAYOUTS[2][name][1], "critic") for name in CRITIC_LAYOUTS
                 }
             done[ranks] = torchrun(ranks, json.dumps({"ranks": ranks, "layouts": layouts}), str(root))
         assert not done[ranks], done[ranks]
@@ -120,9 +129,10 @@ def model_of(reference: str) -> str:
     return reference.partition("-")[0]
 
 
-def plan_of(model: str, megatron: dict[str, Any], dtype: str, reference: str | None) -> dict[str, Any]:
+def plan_of(model: str, megatron: dict[str, Any], what: str, reference: str = "qwen3") -> dict[str, Any]:
     """What the worker is told of a layout."""
-    return {"model": model, "megatron": megatron, "dtype": dtype, "reference": reference}
+    dtype = REFERENCES[reference]
+    return {"model": model, "megatron": megatron, "what": what, "dtype": dtype, "reference": reference}
 
 
 def torchrun(ranks: int, *arguments: str) -> str:
@@ -192,3 +202,22 @@ def test_logits_of_two_ranks_are_those_of_transformers(
 ) -> None:
     ours = tensors(launched(2) / f"{family}-logprobs", "logprobs")["logprobs"]
     torch.testing.assert_close(ours, transformers_logprobs(root / family), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CRITIC_LAYOUTS)
+def test_a_critic_beside_the_policy_is_that_of_one_process(
+    name: str, launched: Callable[[int], Path], root: Path, policies: Callable[[str], RankedPolicy]
+) -> None:
+    ours, reference = launched(2) / f"{name}-critic", root / "results/critic"
+    assert means(numbers(ours)) == pytest.approx(means(numbers(reference)), rel=5e-6, abs=1e-6)
+    found, expected = tensors(ours, "trained"), tensors(reference, "trained")
+    assert found.keys() == expected.keys()
+    for tensor in expected:
+        torch.testing.assert_close(found[tensor], expected[tensor], rtol=0, atol=1e-6, msg=tensor)
+    policy = policies("qwen3")
+    if CRITIC not in policy.ranks.models:
+        policy.ranks.add(CRITIC, root / "qwen3", "critic")
+    for model, prefix in STATES.items():
+        policy.ranks.models[model].restore(ours / "checkpoints/checkpoint-00000001-step-00000003", prefix)
+    saved = dict(policy.ranks.models[CRITIC].hf_tensors())
+    assert all(torch.equal(saved[tensor], found[tensor]) for tensor in found)

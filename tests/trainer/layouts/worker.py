@@ -17,12 +17,12 @@ from services.trainer.channel import LEAVE, Channel, gather, meet
 from services.trainer.follower import follow
 from services.trainer.ranks import Ranks
 from shared.config import RunConfig
-from tests.trainer.layouts.measure import all_logprobs, measure, run_config
+from tests.trainer.layouts.measure import all_logprobs, measure, measure_critic, run_config
 
 
 def main(plan: dict[str, Any], root: Path) -> None:
-    """`plan`: {"ranks", "layouts": {name: {"model", "megatron", "dtype", "reference"}}}. Models and results lie below `root`; a
-    layout without a reference only gives log-probabilities."""
+    """`plan`: {"ranks", "layouts": {name: {"model", "megatron", "dtype", "what", "reference"}}}. `what`: updates, logprobs or
+    critic. Models and results lie below `root`; updates go on from the checkpoint of `reference` too."""
     configs = {
         name: run_config(root / one["model"], plan["ranks"], one["megatron"], one["dtype"], rank_timeout_s=60)
         for name, one in plan["layouts"].items()
@@ -35,10 +35,12 @@ def main(plan: dict[str, Any], root: Path) -> None:
             follow(ranks)
             continue
         policy, out = ranks.add("policy", Path(config.model.path)), root / "results" / name
-        reference = plan["layouts"][name]["reference"]
-        if reference is None:
-            out.mkdir(parents=True)
+        what, reference = plan["layouts"][name]["what"], plan["layouts"][name]["reference"]
+        out.mkdir(parents=True)
+        if what == "logprobs":
             save_file({"logprobs": all_logprobs(policy)}, out / "logprobs.safetensors")
+        elif what == "critic":
+            measure_critic(policy, out)
         else:
             measure(policy, out, root / "results" / reference)
         channel.order({"do": LEAVE})
