@@ -238,6 +238,7 @@ def moving(folder: Path, ranks: int, answer: Any) -> None:
     (one,) = spread([(sample(64, 0),)], 64, policy.layout)
     policy.update(policy.forward_backward(one, SFT)["denominator"], 1e-5)
     store, copy_s, durable_s = CheckpointStore(folder.parent / f"checkpoints-{ranks}", keep=1), [], []
+    size = 0.0
     for step in range(5):
         started = time.perf_counter()
         unfinished = saving.begin(store, policy.ranks, {"policy": ""}, step)
@@ -246,7 +247,7 @@ def moving(folder: Path, ranks: int, answer: Any) -> None:
             time.sleep(saving.POLL_S)
         store.finish(unfinished, written, {})
         durable_s.append(time.perf_counter() - started)
-    size = sum(file["size"] for file in written.values()) / 1e6
+        size = sum(file["size"] for file in written.values()) / 1e6
     policy.close()
     answer.send((rate, 1e3 * min(copy_s), 1e3 * min(durable_s), size))
 

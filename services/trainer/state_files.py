@@ -96,7 +96,10 @@ class StateFiles:
         self.folder = folder
         self._whole: dict[str, tuple[Any, tuple[int, ...]]] = {}
         self._parts: dict[str, list[_Part]] = {}
-        for path in sorted(folder.glob(PATTERN)):
+        paths = sorted(folder.glob(PATTERN))
+        if not paths:
+            raise FileNotFoundError(f"{folder}: no {PATTERN} there")
+        for path in paths:
             opened = stack.enter_context(safe_open(path, framework="pt"))
             for key in opened.offset_keys():
                 shape = tuple(opened.get_slice(key).get_shape())

@@ -42,6 +42,7 @@ OF_THE_TRAINER = [
     "weights.announced:2",
     "weights.sent:2",
     "checkpoint.begun",
+    "checkpoint.writing:3",
     "checkpoint.written",
     "checkpoint.named",
     "checkpoint.purging",
