@@ -61,7 +61,7 @@ async def test_two_tensor_parallel_ranks_and_one_of_them_killed(example: Example
 async def test_two_replicas_with_the_distributed_optimiser_under_torchrun(example: Example) -> None:
     sets = [*RANKS, "trainer.megatron.use_distributed_optimizer=true", f"model.path={example.folder}/model"]
     up = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.e2e.up_with_torchrun", str(EXAMPLE), "2", str(example.report), *sets),
+        *(sys.executable, "-m", "tests.e2e.up_with_ranks", str(EXAMPLE), "torchrun", "2", str(example.report), *sets),
         cwd=example.folder,
         env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[2]), "OMP_NUM_THREADS": "1"},
         stdin=DEVNULL,
