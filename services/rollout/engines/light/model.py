@@ -1,11 +1,10 @@
 """Qwen3 dense forward on plain torch, over the weights of a Hugging Face folder.
 
-Owns the parameters (fused as the matrix products want them) and their Hugging Face names. Guarantees:
+Owns the forward pass; its parameters are `tensors.Tensors`. Guarantees:
 * logits and greedy tokens equal those of `transformers` up to rounding (tests/rollout/test_light_model.py);
 * a row's result does not depend on the rows beside it, to the last bit on a CPU: callers keep `MIN_ROWS` rows and lengths in
   multiples of `LENGTH_UNIT`, because below and between those the CPU's matrix kernels sum in another order
-  (tests/rollout/test_light_engine.py, seeded sampling);
-* every parameter can be read and written under its Hugging Face name (`parameters`), whatever the fused layout is.
+  (tests/rollout/test_light_engine.py, seeded sampling).
 
 The rotary pairs of q and k are stored interleaved, so that rotation is one complex product; q·k does not change when both
 are permuted alike, and `parameters` shows the Hugging Face order.
@@ -23,6 +22,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
+
+from services.rollout.engines.light.tensors import Parameter, Tensors
 
 MIN_ROWS = 4
 LENGTH_UNIT = 16
@@ -133,38 +134,6 @@ class Cache(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Layer:
-    """Matrices are transposed views, so that a step need not make them."""
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qk_norm: torch.Tensor
-    out: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A live parameter under its Hugging Face name: `view` shows it in the fused storage, perhaps with more dimensions."""
-
-    view: torch.Tensor
-    shape: tuple[int, ...]
-    repeated: bool = False
-    """The view's first axis repeats the same values (a norm that all heads share)."""
-
-    @torch.inference_mode()
-    def write(self, tensor: torch.Tensor) -> None:
-        self.view.copy_(tensor.reshape(self.view.shape[1:] if self.repeated else self.view.shape))
-
-    @torch.inference_mode()
-    def read(self) -> torch.Tensor:
-        """A copy in the Hugging Face shape."""
-        return (self.view[0] if self.repeated else self.view).reshape(self.shape).clone()
-
-
 class Qwen3:
     """The model: `hidden` runs all layers over new tokens, `logits` the head over chosen rows."""
 
@@ -172,50 +141,14 @@ class Qwen3:
         self.config = config
         self.device = device
         self.dtype = dtype
-        self.parameters: dict[str, Parameter] = {}
-        c = config
-        self.embed = self._add("model.embed_tokens.weight", (c.vocab, c.hidden))
-        self.layers = [self._layer(i) for i in range(c.layers)]
-        self.final_norm = self._add("model.norm.weight", (c.hidden,))
-        self.head = self.embed if c.tied else self._add("lm_head.weight", (c.vocab, c.hidden))
-        self._rotations = _rotations(c, device)
-        self._eps = torch.full((1,), c.norm_eps, device=device)
+        self.live = Tensors(config, device, dtype)
+        """What it computes with. May be exchanged between two steps."""
+        self._rotations = _rotations(config, device)
+        self._eps = torch.full((1,), config.norm_eps, device=device)
 
-    def _add(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._empty(*shape)
-        self.parameters[name] = Parameter(tensor, shape)
-        return tensor
-
-    def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
-
-    def _layer(self, index: int) -> Layer:
-        c, prefix = self.config, f"model.layers.{index}."
-        half, q, kv = c.head_dim // 2, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        qkv = self._empty(q + 2 * kv, c.hidden)
-        qk_norm = self._empty(c.heads + c.kv_heads, c.head_dim)
-        gate_up = self._empty(2 * c.feed_forward, c.hidden)
-        query = qkv[:q].view(c.heads, half, 2, c.hidden).transpose(1, 2)
-        key = qkv[q : q + kv].view(c.kv_heads, half, 2, c.hidden).transpose(1, 2)
-        norms = qk_norm.view(-1, half, 2).transpose(1, 2)
-        self.parameters |= {
-            prefix + "self_attn.q_proj.weight": Parameter(query, (q, c.hidden)),
-            prefix + "self_attn.k_proj.weight": Parameter(key, (kv, c.hidden)),
-            prefix + "self_attn.v_proj.weight": Parameter(qkv[q + kv :], (kv, c.hidden)),
-            prefix + "self_attn.q_norm.weight": Parameter(norms[: c.heads], (c.head_dim,), repeated=True),
-            prefix + "self_attn.k_norm.weight": Parameter(norms[c.heads :], (c.head_dim,), repeated=True),
-            prefix + "mlp.gate_proj.weight": Parameter(gate_up[: c.feed_forward], (c.feed_forward, c.hidden)),
-            prefix + "mlp.up_proj.weight": Parameter(gate_up[c.feed_forward :], (c.feed_forward, c.hidden)),
-        }
-        return Layer(
-            input_norm=self._add(prefix + "input_layernorm.weight", (c.hidden,)),
-            qkv=qkv.t(),
-            qk_norm=qk_norm,
-            out=self._add(prefix + "self_attn.o_proj.weight", (c.hidden, q)).t(),
-            post_norm=self._add(prefix + "post_attention_layernorm.weight", (c.hidden,)),
-            gate_up=gate_up.t(),
-            down=self._add(prefix + "mlp.down_proj.weight", (c.hidden, c.feed_forward)).t(),
-        )
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        return self.live.parameters
 
     def check(self, name: str, shape: tuple[int, ...]) -> str | None:
         """Why a tensor cannot be loaded under this name, or None."""
@@ -229,10 +162,10 @@ class Qwen3:
     @torch.inference_mode()
     def hidden(self, ids_N: torch.Tensor, positions_N: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The last layer's states [N, E] of new tokens; their keys and values go to the cache."""
-        c = self.config
+        c, live = self.config, self.live
         rotation_N1C = self._rotations.index_select(0, positions_N).unsqueeze(1)
-        x_NE = self.embed.index_select(0, ids_N)
-        for index, layer in enumerate(self.layers):
+        x_NE = live.embed.index_select(0, ids_N)
+        for index, layer in enumerate(live.layers):
             h_NE = self._norm(x_NE, layer.input_norm)
             qkv_NSD = torch.mm(h_NE, layer.qkv).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
             self._rotate(qkv_NSD[:, : c.heads + c.kv_heads], layer.qk_norm, rotation_N1C)
@@ -248,7 +181,8 @@ class Qwen3:
         rows = hidden_NE.shape[0]
         if rows < MIN_ROWS:
             hidden_NE = F.pad(hidden_NE, (0, 0, 0, MIN_ROWS - rows))
-        return F.linear(self._norm(hidden_NE, self.final_norm), self.head)[:rows].float()
+        live = self.live
+        return F.linear(self._norm(hidden_NE, live.final_norm), live.head)[:rows].float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm over the last axis."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -68,6 +69,9 @@ class Scheduler:
         self.batch = Batch(max_rows, cache, model.device)
         self.waiting: deque[Sequence] = deque()
         self.generated = 0
+        self.last_switch: dict[str, float] = {}
+        """`pause_s`: how long it kept generation from its next step; `next_token_s`: until running requests had a token again."""
+        self._switched_at = 0.0
         self._jobs: dict[Sequence, Job] = {}
         self._mail: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
@@ -142,7 +146,7 @@ class Scheduler:
 
     def switch(self, apply: Callable[[], None], version: str | None, mode: Mode | None) -> int:
         """Change the weights between two steps. Returns how many running requests it met."""
-        met = len(self.batch)
+        met, started = len(self.batch), time.perf_counter()
         apply()
         if version is not None:
             self.version = version
@@ -152,6 +156,8 @@ class Scheduler:
         else:
             self._retract()
             self.cache.clear()
+        self.last_switch = {"pause_s": time.perf_counter() - started}
+        self._switched_at = started if met else 0.0
         return met
 
     def relabel(self, version: str) -> None:
@@ -252,6 +258,9 @@ class Scheduler:
             elif len(output) >= params.max_new_tokens:
                 sequence.finish = {"type": "length", "length": params.max_new_tokens}
         self.generated += len(ids)
+        if self._switched_at:
+            self.last_switch["next_token_s"] = time.perf_counter() - self._switched_at
+            self._switched_at = 0.0
 
     def _remove_finished(self, start: int) -> None:
         rows = [start + i for i, sequence in enumerate(self.batch.sequences[start:]) if sequence.finish is not None]

@@ -126,6 +126,7 @@ class Server:
                 "engine": "light",
                 "version": _version(),
                 "staged_updates": True,
+                "last_switch": self.scheduler.last_switch,
                 "model_path": str(options.model),
                 "device": str(self.engine.model.device),
                 "dtype": str(self.engine.model.dtype).removeprefix("torch."),

@@ -2,7 +2,7 @@
 
     begin_weight_update -> update_weights_from_distributed | _from_tensor | _from_disk (any number) -> end_weight_update
 
-Owns the staged tensors of the open update and the broadcast groups. Guarantees, held by tests/rollout/test_light_updates.py:
+Owns the stage of the open update (stage.py) and the broadcast groups. Guarantees, held by tests/rollout/test_light_updates.py:
 * what is received is not visible before `end(commit=True)`, and decoding goes on meanwhile;
 * every tensor is checked for name, shape and dtype when it is announced, so that a commit cannot fail half-way
   (SGLang accepts unknown names silently);
@@ -20,7 +20,7 @@ import base64
 import binascii
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import prod
@@ -36,6 +36,7 @@ from services.dcs import collective
 from services.dcs.digest import TensorSpec, digest, dtype_name, tensor_checksum
 from services.rollout.engines.light.model import DTYPES, ModelError, Qwen3, read_tensors
 from services.rollout.engines.light.scheduler import Mode, Scheduler
+from services.rollout.engines.light.stage import Stage, Stager
 
 T = TypeVar("T")
 BUCKET = "flattened_bucket"
@@ -59,8 +60,9 @@ class Weights:
         self.model = model
         self.scheduler = scheduler
         self.open = False
-        self._staged: dict[str, torch.Tensor] = {}
-        self._version: str | None = None
+        self._stager = Stager()
+        self._stage: Stage | None = None
+        """Of the open update, once it has received something."""
         self._groups: dict[str, Group] = {}
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -68,6 +70,7 @@ class Weights:
     async def close(self) -> None:
         """Take no more transfers. Groups, and a transfer that is stuck, end with the process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._stager.close()
 
     # ---- the update
 
@@ -83,22 +86,40 @@ class Weights:
         """Make the staged tensors live, or drop them. Returns how many running requests the switch met."""
         async with self._turn:
             self._need_open("end_weight_update")
-            staged, staged_version = self._staged, self._version
-            self.open, self._staged, self._version = False, {}, None
+            stage, self._stage, self.open = self._stage, None, False
             if not commit:
+                if stage is not None:
+                    await self._in_thread(lambda: self._drop(stage))
                 return 0
             # A client that goes away now has asked for the switch all the same.
-            return await asyncio.shield(self._switch(staged, version or staged_version, mode))
+            return await asyncio.shield(self._switch(stage, version, mode))
 
-    async def _switch(self, staged: dict[str, torch.Tensor], version: str | None, mode: Mode | None) -> int:
-        if not staged and version is None:
+    async def _switch(self, stage: Stage | None, version: str | None, mode: Mode | None) -> int:
+        """Make the stage live between two steps: all that takes time is done before."""
+        if stage is not None:
+            await self._in_thread(lambda: self._complete(stage))
+            version = version or stage.version
+        elif version is None:
             return 0
 
         def apply() -> None:
-            for name, tensor in staged.items():
-                self.model.parameters[name].write(tensor)
+            if stage is not None:
+                before, self.model.live = self.model.live, stage.tensors
+                self._stager.give_back(before)
 
         return await asyncio.wrap_future(self.scheduler.call(lambda: self.scheduler.switch(apply, version, mode)))
+
+    def _complete(self, stage: Stage) -> None:
+        try:
+            stage.settle()
+            stage.tensors.fill_up(self.model.live, stage.specs)
+        except BaseException:
+            self._drop(stage)
+            raise
+
+    def _drop(self, stage: Stage) -> None:
+        wait(stage.writing)
+        self._stager.give_back(stage.tensors)
 
     def _need_open(self, call: str) -> None:
         if not self.open:
@@ -113,10 +134,14 @@ class Weights:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    def _stage(self, tensors: dict[str, torch.Tensor], version: str | None) -> None:
-        self._staged.update(tensors)
+    async def _put(
+        self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None
+    ) -> None:
+        """Into the stage, which is written while the next ones are on their way."""
+        self._stage = stage = self._stage or self._stager.open(self.model.live)
         if version is not None:
-            self._version = version
+            stage.version = version
+        await self._in_thread(lambda: self._stager.put(stage, tensors, bucket))
 
     # ---- broadcast groups
 
@@ -167,21 +192,29 @@ class Weights:
                 )
             kinds = [_dtype(name, dtype) for name, dtype in zip(names, dtypes, strict=True)]
             self._check(dict(zip(names, shapes, strict=True)))
-            receive = _receive_bucket if bucket else _receive_each
             device = self.model.device if group.backend == "nccl" else torch.device("cpu")
             deadline = time.monotonic() + group.timeout_s
+
+            def receive() -> tuple[list[torch.Tensor], torch.Tensor | None]:
+                if not bucket:
+                    return _receive_each(group.group, kinds, shapes, device, deadline), None
+                sizes = [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+                memory = self._stager.bucket(sum(sizes), device)
+                collective.broadcast(group.group, memory, deadline)
+                return _parts(memory, sizes, kinds, shapes), memory
+
             try:
-                tensors = await self._in_thread(lambda: receive(group.group, kinds, shapes, device, deadline))
+                tensors, memory = await self._in_thread(receive)
             except collective.CollectiveError as error:
                 raise UpdateError(str(error)) from error
-            self._stage(dict(zip(names, tensors, strict=True)), version)
+            await self._put(dict(zip(names, tensors, strict=True)), version, memory)
 
     async def from_tensor(self, serialized: list[str], version: str | None) -> None:
         """Take tensors from safetensors bytes in base64: one string, or several that are taken in order."""
         async with self._transfer("update_weights_from_tensor"):
             tensors = await self._in_thread(lambda: _decode(serialized))
             self._check({name: list(tensor.shape) for name, tensor in tensors.items()})
-            self._stage(tensors, version)
+            await self._put(tensors, version)
 
     async def from_disk(self, folder: Path, version: str | None, mode: Mode | None) -> int:
         """Load a Hugging Face folder: into the open update, or, without one, at once."""
@@ -190,10 +223,11 @@ class Weights:
                 tensors = dict(await self._in_thread(lambda: read_tensors(folder, self.model)))
             except ModelError as error:
                 raise UpdateError(str(error)) from error
+            await self._put(tensors, version)
             if self.open:
-                self._stage(tensors, version)
                 return 0
-            return await self._switch(tensors, version, mode)
+            stage, self._stage = self._stage, None
+            return await self._switch(stage, version, mode)
 
     def _check(self, shapes: dict[str, list[int]]) -> None:
         problems = [why for name, shape in shapes.items() if (why := self.model.check(name, tuple(shape)))]
@@ -205,18 +239,19 @@ class Weights:
     async def checksums(self) -> dict[str, Any]:
         """sha256 of each tensor and the digest of all: of the staged ones while an update holds any, else of the live ones."""
         async with self._turn:
-            staged = dict(self._staged)
-            return await self._in_thread(lambda: self._checksums(staged))
+            return await self._in_thread(self._checksums)
 
-    def _checksums(self, staged: dict[str, torch.Tensor]) -> dict[str, Any]:
-        specs = []
-        for name in staged or self.model.parameters:
-            tensor = staged[name] if staged else self.model.parameters[name].read()
-            specs.append(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape), tensor_checksum(tensor)))
+    def _checksums(self) -> dict[str, Any]:
+        if self._stage is not None:
+            self._stage.settle()
+            specs = list(self._stage.specs.values())
+        else:
+            found = ((name, parameter.read()) for name, parameter in self.model.parameters.items())
+            specs = [TensorSpec(name, dtype_name(t), tuple(t.shape), tensor_checksum(t)) for name, t in found]
         return {
             "checksums": {spec.name: spec.sha256 for spec in specs},
             "digest": digest(specs),
-            "staged": bool(staged),
+            "staged": self._stage is not None,
         }
 
 
@@ -236,13 +271,10 @@ def _receive_each(
     return tensors
 
 
-def _receive_bucket(
-    group: dist.ProcessGroup, kinds: list[torch.dtype], shapes: list[list[int]], device: torch.device, deadline: float
+def _parts(
+    bucket: torch.Tensor, sizes: list[int], kinds: list[torch.dtype], shapes: list[list[int]]
 ) -> list[torch.Tensor]:
-    """The tensors' bytes follow each other without gaps."""
-    sizes = [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
-    bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    collective.broadcast(group, bucket, deadline)
+    """The tensors in a bucket, whose bytes follow each other without gaps."""
     tensors = []
     for part, kind, shape in zip(bucket.split(sizes), kinds, shapes, strict=True):
         aligned = part if part.storage_offset() % kind.itemsize == 0 else part.clone()
