@@ -278,7 +278,8 @@ class Received:
     version: int
     step: int
     digest: str
-    how: Literal["broadcast", "snapshot"]
+    how: Literal["broadcast", "snapshot", "delta", "folder"]
+    """Through the group; or pulled: the whole snapshot over HTTP, what changed over HTTP, or from a disk that both see."""
     seconds: dict[str, float]
     ok: bool
     error: str

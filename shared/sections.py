@@ -242,6 +242,12 @@ class DcsConfig(Section):
     """Tensors are sent in buckets of about this size."""
     keep_snapshots: int = Field(3, ge=2)
     """Newest snapshots kept for newcomers."""
+    keep_deltas: int = Field(8, ge=0)
+    """Newest deltas kept for receivers that pull: what changed from one version to the next. 0: none are made."""
+    broadcast: bool = True
+    """False: no replica takes part in a broadcast; all pull snapshots or deltas, as those do that cannot be reached."""
+    shared_folder: bool = True
+    """Whoever pulls and sees `<workdir>/snapshots` on a disk of its own takes the files there instead of through HTTP."""
 
 
 class ControllerConfig(Section):

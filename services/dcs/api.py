@@ -1,27 +1,27 @@
 """The DCS's HTTP interface: what the requests and answers hold, and which rule of `Versions` each one asks for.
 
-Metadata only, except for the files of a snapshot. OpenAPI at /openapi.json. 404: no such version or file; 409: the request
-does not fit the state (a replaced publisher, an overtaken version); 412: the DCS cannot see the snapshot, upload it;
-422: malformed; 503: the broker does not answer, try again. Every POST may be repeated: it changes nothing the second time.
+Metadata; the files of snapshots and deltas are files_api.py. OpenAPI at /openapi.json. 404: no such version or file;
+409: the request does not fit the state (a replaced publisher, an overtaken version); 412: the DCS cannot see the snapshot,
+upload it; 422: malformed; 503: the broker does not answer, try again. Every POST may be repeated: it changes nothing the
+second time.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-from fastapi import FastAPI, HTTPException, Query, Request
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from services.dcs import snapshots
+from services.dcs import files_api, snapshots
 from services.dcs.coordinator import Coordinator, SnapshotMissing
+from services.dcs.files_api import Wait
 from services.dcs.versions import State, UnknownVersion, Version, VersionError
 from shared.errors import TransportError
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
-Wait = Annotated[float, Query(ge=0, le=20)]
 
 
 class PublishRequest(BaseModel):
@@ -107,7 +107,7 @@ def build(coordinator: Coordinator) -> FastAPI:
 
     _refusals(app)
     _version_routes(app, coordinator)
-    _file_routes(app, coordinator)
+    files_api.add_routes(app, coordinator)
     _member_routes(app, coordinator)
     return app
 
@@ -169,25 +169,6 @@ def _version_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return shown(await coordinator.wait_settled(version, wait_s))
 
 
-def _file_routes(app: FastAPI, coordinator: Coordinator) -> None:
-    root = coordinator.snapshots
-
-    @app.get("/versions/{version}/files")
-    async def files(version: int) -> FileResponse:
-        """The manifest of its snapshot."""
-        return _file(root, version, snapshots.MANIFEST)
-
-    @app.get("/versions/{version}/files/{name}")
-    async def download(version: int, name: str) -> FileResponse:
-        """A file of its snapshot; takes Range."""
-        return _file(root, version, name)
-
-    @app.put("/versions/{version}/files/{name}", status_code=204)
-    async def upload(version: int, name: str, request: Request) -> None:
-        """A file of a snapshot whose publisher shares no disk with the DCS. The manifest comes last and completes it."""
-        await coordinator.upload(version, name, request.stream())
-
-
 def _member_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get("/members")
     async def members() -> list[MemberAnswer]:
@@ -204,13 +185,6 @@ def _member_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def leave(replica: str, incarnation: str, gone: bool = False) -> LeaveAnswer:
         """Out of the group, from the next version on; `gone`: a broadcast on its way need not wait for it either."""
         return LeaveAnswer(awaited=await coordinator.leave(replica, incarnation, gone))
-
-
-def _file(root: Path, version: int, name: str) -> FileResponse:
-    path = snapshots.folder(root, version) / name
-    if not snapshots.FILE_NAME.fullmatch(name) or not path.is_file():
-        raise HTTPException(404, f"version {version} has no file {name!r} here; only the newest snapshots are kept")
-    return FileResponse(path)
 
 
 def _version_answer(coordinator: Coordinator, version: Version) -> VersionAnswer:

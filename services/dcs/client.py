@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from services.dcs.deltas import Delta
 from services.dcs.snapshots import CHUNK, MANIFEST, Manifest
 from services.dcs.versions import STATE_KEY, State
 from shared import http_auth
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+DELTA_WAIT_S = 20.0
+"""For a delta that is being made: its version was announced moments ago."""
 SILENCE_TIMEOUT_S = 30.0
 """A transfer in which nothing arrives for so long is broken off."""
 RETRY_S = (0.1, 0.2, 0.5, 1.0)
@@ -86,7 +89,9 @@ class DcsClient:
     async def upload(self, version: int, folder: Path, manifest: Manifest) -> None:
         """Send a snapshot to a DCS that does not see this host's disk."""
         for name in [entry.name for entry in manifest.files] + [MANIFEST]:
-            await self._call("PUT", f"/versions/{version}/files/{name}", lambda _: _nothing(), data=folder / name)
+            await self._call(
+                "PUT", f"/versions/{version}/files/{name}", lambda _: _nothing(), data=folder / name, moves_bytes=True
+            )
 
     # -- receiver -----------------------------------------------------------------------------------------------------
 
@@ -111,6 +116,17 @@ class DcsClient:
 
     async def download(self, version: int, name: str, into: Path, size: int) -> None:
         """Append to `into` what is missing of the file."""
+        await self._download(f"/versions/{version}/files/{name}", into, size)
+
+    async def deltas(self, version: int) -> list[Delta]:
+        """All that may lead to the version; waits for one that is being made."""
+        found = await self._json("GET", f"/versions/{version}/deltas?wait_s={DELTA_WAIT_S}")
+        return [Delta.of(fields) for fields in found]
+
+    async def download_delta(self, delta: Delta, name: str, into: Path, size: int) -> None:
+        await self._download(f"/versions/{delta.version}/deltas/{delta.base}/{name}", into, size)
+
+    async def _download(self, path: str, into: Path, size: int) -> None:
         have = into.stat().st_size if into.exists() else 0
 
         async def read(response: aiohttp.ClientResponse) -> None:
@@ -120,7 +136,7 @@ class DcsClient:
                     await asyncio.to_thread(file.write, chunk)
 
         headers = {"Range": f"bytes={have}-"} if 0 < have < size else {}
-        await self._call("GET", f"/versions/{version}/files/{name}", read, headers=headers)
+        await self._call("GET", path, read, headers=headers, moves_bytes=True)
 
     # -- anyone -------------------------------------------------------------------------------------------------------
 
@@ -149,8 +165,8 @@ class DcsClient:
         json: dict[str, Any] | None = None,
         data: Path | None = None,
         headers: dict[str, str] | None = None,
+        moves_bytes: bool = False,
     ) -> T:
-        moves_bytes = data is not None or "/files/" in path
         timeout = aiohttp.ClientTimeout(
             total=None if moves_bytes else CALL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
         )

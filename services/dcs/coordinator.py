@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.dcs import snapshots
+from services.dcs.delta_maker import DeltaMaker
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.versions import STATE_KEY, Group, Member, State, Version, Versions
 from shared import clock
@@ -49,6 +50,7 @@ class Coordinator:
         self._config, self._queue, self._kv, self._registry, self._events = config, queue, kv, registry, events
         self._subjects = Subjects(config.run)
         self.snapshots = config.work_path / "snapshots"
+        self.deltas = DeltaMaker(self.snapshots, config.dcs.keep_deltas, events)
         self.url = url
         self.changes = 0
         self._rules = self._rules_over(State())
@@ -149,6 +151,8 @@ class Coordinator:
         reach("dcs.decided")
         await self._publish(known, manifest)
         reach("dcs.announced")
+        if before := self.latest(below=version):
+            self.deltas.start(before.version, manifest)
         await asyncio.to_thread(self._prune)
         if known.group is not None and known.group.epoch > epoch_before:
             await self._tell_regrouping(known.group)
@@ -226,9 +230,9 @@ class Coordinator:
         """The newest first."""
         return self._rules.announced()
 
-    def latest(self) -> Version | None:
-        """The newest version that was announced and whose snapshot is here."""
-        present = set(snapshots.versions(self.snapshots))
+    def latest(self, below: int | None = None) -> Version | None:
+        """The newest version (before `below`) that was announced and whose snapshot is here."""
+        present = {number for number in snapshots.versions(self.snapshots) if below is None or number < below}
         return next((known for known in self._rules.announced() if known.version in present), None)
 
     def group_fields(self, group: Group) -> dict[str, Any]:

@@ -60,6 +60,7 @@ async def main(ctx: Context) -> None:
         server.should_exit = True
         folding.cancel()
         await asyncio.gather(serving, folding, return_exceptions=True)
+        await coordinator.deltas.close()
         await lease.release()
 
 

@@ -4,8 +4,9 @@
         config.json, tokenizer..., model-00001-of-00002.safetensors, ...
         snapshot.json               the manifest: files with size and sha256, tensors with checksums, buckets, digest
     <root>/.v12.<owner>.partial/    on its way; worth nothing until renamed
+    <root>/blobs/<sha256>           a second name of every file above: what is the same in two versions is stored once
 
-Owns this layout, what is kept, and pulling (`pull`): resumed after an interruption, verified file by file, renamed as a whole,
+Owns this layout, what is kept, and downloading: resumed after an interruption, verified file by file, renamed as a whole,
 so that a folder named v<N> is a version that can be served. tests/dcs/test_snapshots.py. No torch in here.
 """
 
@@ -14,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from services.dcs.digest import ManifestError, TensorSpec, digest
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "snapshot.json"
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,254}")
@@ -113,11 +118,34 @@ def read(root: Path, version: int) -> Manifest | None:
 def complete(root: Path, source: Path, manifest: Manifest) -> Path:
     """Seal a partial folder whose files are written: it gets its manifest and its name. A folder of that name gives way."""
     (source / MANIFEST).write_bytes(manifest.dump())
+    for entry in manifest.files:
+        _share(root, source / entry.name, entry.sha256)
     target = folder(root, manifest.version)
     if target.exists():
         shutil.rmtree(target)
     source.rename(target)
     return target
+
+
+def blobs(root: Path) -> Path:
+    """Every file of every version under the sha256 of its content: a second name of it."""
+    return root / "blobs"
+
+
+def _share(root: Path, path: Path, sha256: str) -> None:
+    """Keep one copy of files that are the same in several versions: the tokenizer, or weights that an update left alone."""
+    blob = blobs(root) / sha256
+    blob.parent.mkdir(exist_ok=True)
+    try:
+        if blob.exists() and hash_file(blob)[1] == sha256:
+            spare = path.with_name(f".{path.name}.same")
+            os.link(blob, spare)
+            spare.rename(path)
+        else:
+            blob.unlink(missing_ok=True)
+            os.link(path, blob)
+    except OSError as error:
+        log.debug("%s is kept by itself: this disk has no links (%s)", path, error)
 
 
 def versions(root: Path) -> list[int]:
@@ -133,6 +161,9 @@ def prune(root: Path, keep: set[int], below: int) -> list[int]:
             if number < below and (pattern is PARTIAL or number not in keep):
                 shutil.rmtree(path, ignore_errors=True)  # a reader may hold files open; what is left goes the next time
                 gone.append(number)
+    for blob in blobs(root).iterdir() if gone and blobs(root).is_dir() else ():
+        if blob.stat().st_nlink == 1:  # no version has it any more
+            blob.unlink()
     return sorted(gone)
 
 
@@ -173,20 +204,25 @@ class Source(Protocol):
 
 
 async def pull(source: Source, version: int, cache: Path) -> tuple[Path, Manifest]:
-    """The verified folder of `version` below `cache`. What an earlier, interrupted pull left is used."""
+    """The verified folder of `version` below `cache`, all of it from `source`; pulling.py knows cheaper ways."""
     manifest = await source.manifest(version)
-    target = folder(cache, version)
-    if await asyncio.to_thread(_have, cache, manifest):
-        return target, manifest
-    # The digest in the name keeps bytes of other weights out, should a version number ever mean something else.
-    part = partial(cache, version, manifest.digest[:16])
-    part.mkdir(parents=True, exist_ok=True)
-    for entry in manifest.files:
-        await _pull_file(source, version, entry, part / entry.name)
+    if await asyncio.to_thread(have, cache, manifest):
+        return folder(cache, version), manifest
+    part = receiving(cache, manifest)
+    await pull_files(source, manifest, cache, part)
     return await asyncio.to_thread(complete, cache, part, manifest), manifest
 
 
-def _have(cache: Path, manifest: Manifest) -> bool:
+def receiving(cache: Path, manifest: Manifest) -> Path:
+    """Where the files of a version are gathered. What an earlier, interrupted pull left is there."""
+    # The digest in the name keeps bytes of other weights out, should a version number ever mean something else.
+    part = partial(cache, manifest.version, manifest.digest[:16])
+    part.mkdir(parents=True, exist_ok=True)
+    return part
+
+
+def have(cache: Path, manifest: Manifest) -> bool:
+    """Whether the folder is there, whole and the same."""
     try:
         present = read(cache, manifest.version)
     except SnapshotError:
@@ -194,11 +230,37 @@ def _have(cache: Path, manifest: Manifest) -> bool:
     return present == manifest and not problems(folder(cache, manifest.version), manifest)
 
 
-async def _pull_file(source: Source, version: int, entry: FileEntry, path: Path) -> None:
+async def pull_files(source: Source, manifest: Manifest, cache: Path, part: Path) -> int:
+    """All files into `part`; those whose content is here already are not downloaded. Returns how many bytes were missing."""
+    sent = 0
+    for entry in manifest.files:
+        if await asyncio.to_thread(_reuse, cache, entry, part / entry.name):
+            continue
+
+        async def download(into: Path, size: int, name: str = entry.name) -> None:
+            await source.download(manifest.version, name, into, size)
+
+        await pull_file(download, entry, part / entry.name, f"version {manifest.version}")
+        sent += entry.size
+    return sent
+
+
+def _reuse(cache: Path, entry: FileEntry, path: Path) -> bool:
+    """A file of that content, from whatever version."""
+    blob = blobs(cache) / entry.sha256
+    if not blob.is_file() or hash_file(blob) != (entry.size, entry.sha256):
+        return False
+    path.unlink(missing_ok=True)
+    os.link(blob, path)
+    return True
+
+
+async def pull_file(download: Callable[[Path, int], Awaitable[None]], entry: FileEntry, path: Path, what: str) -> None:
+    """One file, verified. `download(path, size)` appends what is missing."""
     for _ in range(TRIES):
         if not path.exists() or path.stat().st_size < entry.size or entry.size == 0:
-            await source.download(version, entry.name, path, entry.size)
+            await download(path, entry.size)
         if await asyncio.to_thread(hash_file, path) == (entry.size, entry.sha256):
             return
         path.unlink()
-    raise SnapshotError(f"{entry.name} of version {version}: {TRIES} downloads had other bytes than were published")
+    raise SnapshotError(f"{entry.name} of {what}: {TRIES} downloads had other bytes than were published")

@@ -24,6 +24,7 @@ from typing import Literal, TypeVar
 from services.dcs import snapshots
 from services.dcs.client import DcsClient, DcsUnavailable, Refused, persist
 from services.dcs.digest import ManifestError
+from services.dcs.pulling import Pulled, pull
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.rollout.engine_weights import EngineWeights, WeightsRefused, timed
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
@@ -35,6 +36,7 @@ from shared.wire import WireError, decode
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+How = Literal["broadcast", "snapshot", "delta", "folder"]
 
 POLL_S = 0.2
 BACK_OFF_S = (0.2, 1.0, 2.0, 5.0)
@@ -76,6 +78,8 @@ class WeightReceiver:
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
         self._following = self._leaving = False
+        self._pulled: How = "snapshot"
+        """How the weights came that the engine started on."""
 
     # -- what the worker calls ----------------------------------------------------------------------------------------
 
@@ -85,8 +89,9 @@ class WeightReceiver:
         self._read_from = last[1] if last else 1  # from before the pull, so that nothing told meanwhile is missed
         while True:
             try:
-                folder, manifest = await self._pull_newest()
-                return Start(folder, manifest)
+                pulled = await self._pull_newest()
+                self._pulled = pulled.how
+                return Start(pulled.folder, pulled.manifest)
             except Refused as refused:
                 log.debug("no version to start from yet: %s", refused)
             except SnapshotError as error:
@@ -109,7 +114,7 @@ class WeightReceiver:
                 "is model.dtype what the trainer publishes and the engine runs in?"
             ) from error
         await self._serve(start.version, start.step)
-        await self._answer(start.version, start.step, start.manifest.digest, "snapshot", {})
+        await self._answer(start.version, start.step, start.manifest.digest, self._pulled, {})
         await self._join()
 
     async def run(self) -> None:
@@ -240,10 +245,11 @@ class WeightReceiver:
             try:
                 with timed(seconds, "total"):
                     with timed(seconds, "pull"):
-                        folder, manifest = await self._pull_newest()
+                        pulled = await self._pull_newest()
+                    manifest = pulled.manifest
                     if manifest.version <= self.version:
                         return
-                    await self._load(folder, manifest, seconds)
+                    await self._load(pulled.folder, manifest, seconds)
             except EngineDead:
                 raise
             except (EngineError, WeightsRefused, SnapshotError, Refused) as error:
@@ -251,7 +257,7 @@ class WeightReceiver:
                 await self._answer(told.version, told.step, told.digest, "snapshot", seconds, failure)
                 await self._back_off(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
                 continue
-            await self._answer(manifest.version, manifest.step, manifest.digest, "snapshot", seconds)
+            await self._answer(manifest.version, manifest.step, manifest.digest, pulled.how, seconds)
             await self._join()
             return
         raise ServiceFailed(f"version {told.version} could not be loaded in {LOAD_TRIES} tries: {failure}")
@@ -270,12 +276,18 @@ class WeightReceiver:
         await self._serve(manifest.version, manifest.step)
         await asyncio.to_thread(snapshots.prune, self._cache, {manifest.version}, manifest.version)
 
-    async def _pull_newest(self) -> tuple[Path, Manifest]:
-        async def pull() -> tuple[Path, Manifest]:
-            newest = await self._dcs.latest()
-            return await snapshots.pull(self._dcs, int(newest["version"]), self._cache)
+    async def _pull_newest(self) -> Pulled:
+        config = self._ctx.config
+        shared = config.work_path / "snapshots" if config.dcs.shared_folder else None
 
-        return await self._ask(pull)
+        async def fetch() -> Pulled:
+            newest = await self._dcs.latest()
+            return await pull(self._dcs, int(newest["version"]), self._cache, shared)
+
+        pulled = await self._ask(fetch)
+        if pulled.refused:
+            await self._ctx.events.publish("delta_refused", pulled.refused, version=pulled.manifest.version)
+        return pulled
 
     async def _serve(self, version: int, step: int) -> None:
         self._steps[version] = step
@@ -288,7 +300,7 @@ class WeightReceiver:
         version: int,
         step: int,
         digest: str,
-        how: Literal["broadcast", "snapshot"],
+        how: How,
         seconds: dict[str, float],
         error: str = "",
     ) -> None:
@@ -298,7 +310,7 @@ class WeightReceiver:
     async def _join(self) -> None:
         """Into the group, or again into it after it was left behind; an engine that cannot be verified stays outside."""
         assert self._weights is not None
-        if self._leaving or not self._weights.verifiable:
+        if self._leaving or not self._weights.verifiable or not self._ctx.config.dcs.broadcast:
             return
         await self._ask(
             lambda: self._dcs.join(self._ctx.replica, incarnation=self._incarnation, world_size=self._world_size)

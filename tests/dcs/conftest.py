@@ -72,7 +72,7 @@ class World:
     """One run on the session's broker."""
 
     def __init__(self, url: str, run: str, folder: Path, stack: contextlib.AsyncExitStack, **changes: Any) -> None:
-        dcs = {"timeout_s": 5.0, "bucket_mb": 1} | changes.pop("dcs", {})
+        dcs = {"timeout_s": 5.0, "bucket_mb": 1, "keep_deltas": 0, "shared_folder": False} | changes.pop("dcs", {})
         self.url, self.folder, self.stack = url, folder, stack
         self.config: RunConfig = make_config(run, workdir=str(folder / "work"), dcs=dcs, **changes)
         self.model_dir = folder / "model"

@@ -1,0 +1,67 @@
+"""The files of snapshots and deltas over HTTP: the routes of the DCS that move bytes. Downloads take Range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.responses import FileResponse
+from pydantic import BaseModel
+
+from services.dcs import deltas, snapshots
+from services.dcs.coordinator import Coordinator
+
+Wait = Annotated[float, Query(ge=0, le=20)]
+
+
+class FileAnswer(BaseModel):
+    name: str
+    size: int
+    sha256: str
+
+
+class DeltaAnswer(BaseModel):
+    base: int
+    version: int
+    base_digest: str
+    digest: str
+    files: list[FileAnswer]
+    """Those that differ. The exclusive-or of both, in blocks: services/dcs/deltas.py."""
+
+
+def add_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    root = coordinator.snapshots
+
+    @app.get("/versions/{version}/files")
+    async def files(version: int) -> FileResponse:
+        """The manifest of its snapshot."""
+        return _file(snapshots.folder(root, version), version, snapshots.MANIFEST)
+
+    @app.get("/versions/{version}/files/{name}")
+    async def download(version: int, name: str) -> FileResponse:
+        """A file of its snapshot; takes Range."""
+        return _file(snapshots.folder(root, version), version, name)
+
+    @app.put("/versions/{version}/files/{name}", status_code=204)
+    async def upload(version: int, name: str, request: Request) -> None:
+        """A file of a snapshot whose publisher shares no disk with the DCS. The manifest comes last and completes it."""
+        await coordinator.upload(version, name, request.stream())
+
+    @app.get("/versions/{version}/deltas")
+    async def leading_to(version: int, wait_s: Wait = 0.0) -> list[DeltaAnswer]:
+        """The deltas that may lead to it, in chains; with `wait_s`, once those that are being made are there."""
+        found = await coordinator.deltas.leading_to(version, wait_s)
+        return [DeltaAnswer.model_validate(delta, from_attributes=True) for delta in found]
+
+    @app.get("/versions/{version}/deltas/{base}/{name}")
+    async def download_delta(version: int, base: int, name: str) -> FileResponse:
+        """A file of the delta from version `base`; takes Range."""
+        return _file(deltas.folder(root, base, version), version, name)
+
+
+def _file(folder: Path, version: int, name: str) -> FileResponse:
+    path = folder / name
+    if not snapshots.FILE_NAME.fullmatch(name) or not path.is_file():
+        raise HTTPException(404, f"version {version} has no file {name!r} here; only the newest are kept")
+    return FileResponse(path)
