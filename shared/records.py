@@ -267,6 +267,8 @@ class Announcement:
     """URL below which the DCS serves the files of this version, '' if there is none."""
     reason: str
     at: float
+    resync: list[str] = field(default_factory=list)
+    """Told again: these replicas are to fetch it anew, whatever they hold."""
 
 
 @schema("received", 1)

@@ -1,9 +1,9 @@
 """The DCS's HTTP interface: what the requests and answers hold, and which rule of `Versions` each one asks for.
 
-Metadata; the files of snapshots and deltas are files_api.py. OpenAPI at /openapi.json. 404: no such version or file;
-409: the request does not fit the state (a replaced publisher, an overtaken version); 412: the DCS cannot see the snapshot,
-upload it; 422: malformed; 503: the broker does not answer, try again. Every POST may be repeated: it changes nothing the
-second time.
+Metadata; the files of snapshots and deltas are files_api.py, what people ask for is control_api.py. OpenAPI at /openapi.json.
+404: no such version or file; 409: the request does not fit the state (a replaced publisher, an overtaken version); 412: the DCS
+cannot see the snapshot, upload it; 422: malformed; 503: the broker does not answer, try again. Every request may be repeated:
+it changes nothing the second time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from services.dcs import files_api, snapshots
+from services.dcs import control_api, files_api, snapshots
+from services.dcs.control_api import GroupAnswer
 from services.dcs.coordinator import Coordinator, SnapshotMissing
 from services.dcs.files_api import Wait
 from services.dcs.versions import State, UnknownVersion, Version, VersionError
@@ -55,19 +56,6 @@ class JoinRequest(BaseModel):
     world_size: int = Field(1, ge=1)
 
 
-class GroupAnswer(BaseModel):
-    name: str
-    epoch: int
-    backend: str
-    host: str
-    port: int
-    world_size: int
-    members: dict[str, int]
-    """Replica -> the first rank of its engine."""
-    incarnations: dict[str, str]
-    timeout_s: float
-
-
 class VersionAnswer(BaseModel):
     version: int
     step: int
@@ -83,6 +71,9 @@ class VersionAnswer(BaseModel):
     clean: bool
     """Every member of the group got it by broadcast, so the group can be used again."""
     announced_at: float
+    seconds: dict[str, float]
+    """What took the publisher how long."""
+    pinned: bool
 
 
 class MemberAnswer(BaseModel):
@@ -109,6 +100,7 @@ def build(coordinator: Coordinator) -> FastAPI:
     _version_routes(app, coordinator)
     files_api.add_routes(app, coordinator)
     _member_routes(app, coordinator)
+    control_api.add_routes(app, coordinator)
     return app
 
 
@@ -202,6 +194,8 @@ def _version_answer(coordinator: Coordinator, version: Version) -> VersionAnswer
         dropped=version.dropped,
         clean=version.clean(),
         announced_at=version.announced_at,
+        seconds=version.seconds,
+        pinned=version.version in coordinator.state.pins,
     )
 
 

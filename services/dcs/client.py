@@ -147,6 +147,18 @@ class DcsClient:
     async def members(self) -> list[dict[str, Any]]:
         return await self._json("GET", "/members")
 
+    async def pin(self, version: int, wanted: bool = True) -> list[int]:
+        """Keep a snapshot, or no longer. Returns all versions that are kept so."""
+        return (await self._json("PUT" if wanted else "DELETE", f"/versions/{version}/pin"))["pins"]
+
+    async def resync(self, replica: str) -> dict[str, Any]:
+        """Have a replica (`*`: all) fetch the newest version anew."""
+        return await self._json("POST", f"/members/{replica}/resync")
+
+    async def roll_back(self, version: int) -> dict[str, Any]:
+        """Ask the trainer to go on from this version's weights."""
+        return await self._json("POST", f"/versions/{version}/rollback")
+
     async def host(self) -> str:
         """Where the DCS is, so that a publisher can tell under which address it is seen from there."""
         return urlsplit(await self._find()).hostname or "127.0.0.1"

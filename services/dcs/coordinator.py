@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.dcs import snapshots
+from services.dcs import rollback, snapshots
 from services.dcs.delta_maker import DeltaMaker
+from services.dcs.rollback import Wish
 from services.dcs.snapshots import Manifest, SnapshotError
-from services.dcs.versions import STATE_KEY, Group, Member, State, Version, Versions
+from services.dcs.versions import STATE_KEY, Group, Member, State, UnknownVersion, Version, VersionError, Versions
 from shared import clock
 from shared.config import RunConfig
 from shared.errors import TransportError
@@ -249,6 +251,42 @@ class Coordinator:
             "timeout_s": self._config.dcs.timeout_s,
         }
 
+    # -- for people ---------------------------------------------------------------------------------------------------
+
+    async def pin(self, version: int, wanted: bool) -> list[int]:
+        if wanted and version not in snapshots.versions(self.snapshots):
+            raise UnknownVersion(f"version {version} has no snapshot any more, so it cannot be pinned")
+        return await self.change(lambda rules: rules.pin(version, wanted))
+
+    async def roll_back(self, version: int) -> Wish:
+        """Tell the trainer, which alone can do it."""
+        known = self._rules.get(version)
+        if not known.announced_at:
+            raise VersionError(f"version {version} was never announced: nobody ever held it")
+        for later in self.announced():
+            if later.version > version and later.step == known.step and later.digest != known.digest:
+                raise VersionError(
+                    f"version {version} belongs to a history that was left: step {known.step} is version {later.version} now"
+                )
+        wish = Wish(version, known.step)
+        await rollback.state(self._kv, wish)
+        await self._events.publish(
+            "rollback_asked", f"{wish.reason}, step {known.step}", version=version, step=known.step
+        )
+        return wish
+
+    async def resync(self, replica: str) -> tuple[int, list[str]]:
+        """Announce the newest version once more, to be taken by `replica` (`*`: all) whatever it holds."""
+        newest = self.latest()
+        if newest is None:
+            raise UnknownVersion("no version has been announced yet")
+        replicas = sorted(self.state.held) if replica == "*" else [replica]
+        if unknown := set(replicas) - self._rules.replicas():
+            raise UnknownVersion(f"no replica {', '.join(sorted(unknown))} is known here; see /members")
+        await self._publish(newest, await self._manifest(newest), resync=replicas)
+        await self._events.publish("resync", f"version {newest.version}: {', '.join(replicas)}", replicas=replicas)
+        return newest.version, replicas
+
     # -- what goes on by itself ---------------------------------------------------------------------------------------
 
     async def fold_received(self) -> None:
@@ -301,7 +339,7 @@ class Coordinator:
             )
         return manifest
 
-    async def _publish(self, known: Version, manifest: Manifest) -> None:
+    async def _publish(self, known: Version, manifest: Manifest, resync: list[str] | None = None) -> None:
         announcement = Announcement(
             version=known.version,
             step=known.step,
@@ -310,20 +348,21 @@ class Coordinator:
             shapes=[list(spec.shape) for spec in manifest.tensors],
             checksums=[spec.sha256 for spec in manifest.tensors],
             digest=known.digest,
-            group=self.group_fields(known.group) if known.group else None,
+            group=self.group_fields(known.group) if known.group and not resync else None,
             buckets=manifest.buckets,
             snapshot=f"{self.url}/versions/{known.version}/files",
             reason=known.reason,
-            at=known.announced_at,
+            at=clock.now() if resync else known.announced_at,
+            resync=resync or [],
         )
-        await self._queue.publish(
-            self._subjects.announced, announcement, msg_id=f"v{known.version}", deadline_s=PUBLISH_DEADLINE_S
-        )
+        name = f"v{known.version}" + (f"-resync-{uuid.uuid4().hex[:8]}" if resync else "")
+        await self._queue.publish(self._subjects.announced, announcement, msg_id=name, deadline_s=PUBLISH_DEADLINE_S)
 
     def _prune(self) -> None:
         reach("dcs.purging")
         newest = [known.version for known in self._rules.announced()][: self._config.dcs.keep_snapshots]
-        if gone := snapshots.prune(self.snapshots, keep=set(newest), below=newest[0]):
+        keep = {*newest, *self.state.pins}
+        if gone := snapshots.prune(self.snapshots, keep, below=newest[0]):
             log.info("removed the snapshots of versions %s", gone)
 
 

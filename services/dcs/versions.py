@@ -23,7 +23,7 @@ from shared.wire import decode, encode, schema
 STATE_KEY = "dcs"
 """Where the state lies in the run's config bucket."""
 KEPT_VERSIONS = 16
-"""Versions whose course is remembered; older ones leave only their number behind."""
+"""Versions whose course is remembered, beside pinned ones; older ones leave only their number behind."""
 KEPT_PUBLISHERS = 16
 """Replaced publishers that are still recognised and refused."""
 JOIN_S = 20.0
@@ -135,6 +135,8 @@ class State:
     versions: list[Version] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
     """Replica -> the version that it last verified."""
+    pins: list[int] = field(default_factory=list)
+    """Versions whose snapshots are kept until they are unpinned."""
     received_seq: int = 0
     """Last message of the weights stream that is folded into this state."""
 
@@ -191,8 +193,16 @@ class Versions:
             self._overtake(known, now)
         fresh = Version(state.next_version, step, digest, reason, publisher, now)
         state.next_version += 1
-        state.versions = [*state.versions, fresh][-KEPT_VERSIONS:]
+        pinned = [known for known in state.versions[: 1 - KEPT_VERSIONS] if known.version in state.pins]
+        state.versions = [*pinned, *state.versions[1 - KEPT_VERSIONS :], fresh]
         return fresh
+
+    def pin(self, version: int, wanted: bool) -> list[int]:
+        """Keep the snapshot of an announced version, or no longer. Returns all that are kept so."""
+        if wanted and not self.get(version).announced_at:
+            raise VersionError(f"version {version} was never announced, so there is nothing to keep")
+        self.state.pins = sorted({*self.state.pins, version} if wanted else {*self.state.pins} - {version})
+        return self.state.pins
 
     def announce(
         self, version: int, *, publisher: str, epoch: int, host: str, port: int, alive: Set[str] | None, now: float

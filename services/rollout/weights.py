@@ -78,6 +78,8 @@ class WeightReceiver:
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
         self._following = self._leaving = False
+        self._anew = False
+        """Somebody wants it to fetch its weights again."""
         self._pulled: How = "snapshot"
         """How the weights came that the engine started on."""
 
@@ -130,7 +132,7 @@ class WeightReceiver:
                     reading.result()
                     raise ServiceFailed("the reader of the weights stream ended by itself")
                 self._arrived.clear()
-                if self._newest is not None and self._newest.version > self.version:
+                if self._newest is not None and (self._newest.version > self.version or self._anew):
                     await self._update(self._newest)
         finally:
             self._following = False
@@ -188,6 +190,9 @@ class WeightReceiver:
                 await self._ctx.events.publish("announcement_refused", str(error))
                 continue
             self._steps[told.version] = told.step
+            if self._ctx.replica in told.resync and self.version >= 0:
+                self._anew = True
+                self._arrived.set()
             if self._newest is None or told.version > self._newest.version:
                 self._newest, self._pause_s = told, time.monotonic() - self._heard
                 self._heard = time.monotonic()
@@ -195,7 +200,7 @@ class WeightReceiver:
 
     async def _update(self, told: Announcement) -> None:
         """By broadcast if this engine is in the group, else, or if that fails, from the newest snapshot."""
-        rank = await self._rank_in(told)
+        rank = None if self._anew else await self._rank_in(told)
         if rank is None or not await self._by_broadcast(told, rank):
             await self._catch_up(told)
 
@@ -247,7 +252,7 @@ class WeightReceiver:
                     with timed(seconds, "pull"):
                         pulled = await self._pull_newest()
                     manifest = pulled.manifest
-                    if manifest.version <= self.version:
+                    if manifest.version <= self.version and not self._anew:
                         return
                     await self._load(pulled.folder, manifest, seconds)
             except EngineDead:
@@ -272,6 +277,7 @@ class WeightReceiver:
     async def _load(self, folder: Path, manifest: Manifest, seconds: dict[str, float]) -> None:
         assert self._weights is not None
         self._steps[manifest.version] = manifest.step
+        self._anew = False
         await self._weights.load(folder, manifest.version, manifest.tensors, seconds)
         await self._serve(manifest.version, manifest.step)
         await asyncio.to_thread(snapshots.prune, self._cache, {manifest.version}, manifest.version)

@@ -148,6 +148,15 @@ class CheckpointStore:
         """Damaged ones with a sequence number above `after`, whenever they were found, oldest first."""
         return [entry for entry in self._named(DAMAGED) if entry.sequence > after]
 
+    def go_back(self, step: int) -> list[Entry]:
+        """Set the checkpoints newer than that of `step` aside, as damaged ones are, and return them. CheckpointError if there is
+        none of that step. Repeating it changes nothing."""
+        wanted = self.find(step)
+        newer = [entry for entry in self.entries() if entry.sequence > wanted.sequence]
+        for entry in reversed(newer):
+            self._set_aside(entry, "rolled back")
+        return newer
+
     def begin(self, step: int) -> Unfinished:
         """A folder for the files of the next checkpoint. What an earlier one left unfinished is cleared away."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -196,13 +205,19 @@ class CheckpointStore:
         """It will not be finished: make room."""
         shutil.rmtree(unfinished.folder, ignore_errors=True)
 
+    def find(self, step: int) -> Entry:
+        """The newest checkpoint of `step`. CheckpointError if there is none."""
+        entries = self.entries()
+        if found := [entry for entry in entries if entry.step == step]:
+            return found[-1]
+        known = ", ".join(str(entry.step) for entry in entries) or "none"
+        raise CheckpointError(f"{self.folder}: no checkpoint of step {step}; there are {known}")
+
     def load(self, step: int | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, or the newest of `step`. None: there has never been one."""
-        entries = self.entries()
-        candidates = [entry for entry in entries if step is None or entry.step == step]
-        if step is not None and not candidates:
-            known = ", ".join(str(entry.step) for entry in entries) or "none"
-            raise CheckpointError(f"{self.folder}: no checkpoint of step {step}; there are {known}")
+        if step is not None:
+            self.find(step)
+        candidates = [entry for entry in self.entries() if step is None or entry.step == step]
         damaged: list[Damage] = []
         for entry in reversed(candidates):
             try:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from services.dcs import rollback
 from services.trainer.algorithms import first_pass, needs_first_pass
 from services.trainer.algorithms.reductions import finish, merge
 from services.trainer.channel import RankLost
@@ -39,6 +40,7 @@ from services.trainer.start import Interrupted, Start, begin, meta_of
 from services.trainer.tensorfile import DiskFullError
 from services.trainer.update import UpdateBatches
 from services.trainer.weights import WeightPublisher
+from services.trainer.wishes import unless_wished
 from shared import failpoints, rounds, wire
 from shared.records import Group, Receipt
 from shared.service import Context, ServiceFailed
@@ -89,14 +91,16 @@ async def train(ctx: Context) -> None:
 
 async def go_on(ctx: Context, start: Start, store: CheckpointStore) -> None:
     publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
-    version = await publisher.publish(start.step, start.policy.hf_tensors(), "resume" if start.resumed else "start")
+    version = await publisher.publish(start.step, start.policy.hf_tensors(), start.reason)
     intake = Intake(ctx, start.window, start.rollbacks, start.epoch)
     try:
         await intake.open()
         failpoints.reach("trainer.taken")
         await roll_back(ctx, start, intake, version)
+        if start.wish is not None:
+            await rollback.take_back(ctx.kv)
         intake.follow()
-        await Training(ctx, start, store, publisher, intake, version).run()
+        await unless_wished(ctx, store, Training(ctx, start, store, publisher, intake, version).run())
         await publisher.settled()
     finally:
         await intake.close()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.dcs.rollback import Wish
 from services.trainer.build import build
 from services.trainer.channel import gather
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
@@ -26,6 +27,7 @@ from services.trainer.roles import Roles
 from services.trainer.saving import save
 from services.trainer.warm_start import Demonstration, WarmStep, run_warm_start
 from services.trainer.window import Window
+from services.trainer.wishes import fulfil
 from shared import wire
 from shared.config import ConfigError, RunConfig
 from shared.records import Group, Receipt
@@ -58,6 +60,13 @@ class Start:
     """The sequence number of that checkpoint."""
     untold: list[Receipt] = field(default_factory=list)
     """Receipts of updates that the checkpoint holds, which may not have been written."""
+    wish: Wish | None = None
+    """Somebody wanted to go back here."""
+
+    @property
+    def reason(self) -> str:
+        """Why its weights are published."""
+        return self.wish.reason if self.wish else "resume" if self.resumed else "start"
 
 
 async def begin(ctx: Context, store: CheckpointStore) -> Start:
@@ -75,6 +84,7 @@ async def begin(ctx: Context, store: CheckpointStore) -> Start:
 async def _begin_with(ctx: Context, store: CheckpointStore, policy: RankedPolicy) -> Start:
     config = ctx.config
     epoch = await ctx.compute(store.claim)
+    wish = await fulfil(ctx, store)
     checkpoint: Checkpoint | None = await ctx.compute(store.load)
     if checkpoint is None:
         await _phases(ctx, policy)
@@ -105,6 +115,7 @@ async def _begin_with(ctx: Context, store: CheckpointStore, policy: RankedPolicy
         damaged_step=max((entry.step for entry in damaged), default=0),
         damaged_sequence=max((entry.sequence for entry in damaged), default=0),
         untold=[wire.decode(receipt, Receipt) for receipt in meta.get("untold", ())],
+        wish=wish,
     )
 
 

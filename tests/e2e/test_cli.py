@@ -86,7 +86,7 @@ def test_help_teaches_and_loads_nothing_heavy():
     assert loaded.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "validate", "status", "watch", "events", "audit", "serve"])
+@pytest.mark.parametrize("command", ["up", "validate", "status", "watch", "events", "audit", "serve", "weights"])
 def test_every_command_explains_itself_with_an_example(command):
     code, text, _ = slipstream(command, "--help")
     assert code == 0

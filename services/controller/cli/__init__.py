@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from . import audit, events, export, serve, sink, status, up, validate, watch
+from . import audit, events, export, serve, sink, status, up, validate, watch, weights
 
 app = typer.Typer(
     name="slipstream",
@@ -31,6 +31,7 @@ for command in (up, validate, status, watch, events, audit, export, serve):
     name = command.__name__.rpartition(".")[2]
     app.command(name)(getattr(command, name))
 app.add_typer(sink.app, name="sink")
+app.add_typer(weights.app, name="weights")
 
 
 def main() -> None:

@@ -1,0 +1,67 @@
+"""What people ask of the DCS: keep a snapshot, have a replica fetch its weights anew, go back to an earlier version."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from services.dcs.coordinator import Coordinator
+
+
+class GroupAnswer(BaseModel):
+    name: str
+    epoch: int
+    backend: str
+    host: str
+    port: int
+    world_size: int
+    members: dict[str, int]
+    """Replica -> the first rank of its engine."""
+    incarnations: dict[str, str]
+    timeout_s: float
+
+
+class Pins(BaseModel):
+    pins: list[int]
+    """Versions whose snapshots are kept."""
+
+
+class Resync(BaseModel):
+    version: int
+    """What the replicas are to fetch."""
+    replicas: list[str]
+
+
+class RollbackAnswer(BaseModel):
+    version: int
+    step: int
+    """The trainer goes back to the checkpoint of this step, or refuses: see the event."""
+
+
+def add_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    @app.get("/group")
+    async def group() -> GroupAnswer | None:
+        """The broadcast group, while it can be used again."""
+        found = coordinator.state.group
+        return GroupAnswer(**coordinator.group_fields(found)) if found else None
+
+    @app.put("/versions/{version}/pin")
+    async def pin(version: int) -> Pins:
+        """Keep the snapshot, however many newer ones there are."""
+        return Pins(pins=await coordinator.pin(version, True))
+
+    @app.delete("/versions/{version}/pin")
+    async def unpin(version: int) -> Pins:
+        return Pins(pins=await coordinator.pin(version, False))
+
+    @app.post("/versions/{version}/rollback")
+    async def roll_back(version: int) -> RollbackAnswer:
+        """Ask the trainer to go on from the weights of this version. They become a new version; numbers are never used again."""
+        wish = await coordinator.roll_back(version)
+        return RollbackAnswer(version=wish.version, step=wish.step)
+
+    @app.post("/members/{replica}/resync")
+    async def resync(replica: str) -> Resync:
+        """Have a replica pull, load and verify the newest version, whatever it holds; `*`: all of them."""
+        version, replicas = await coordinator.resync(replica)
+        return Resync(version=version, replicas=replicas)
