@@ -59,6 +59,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.transfer_queue
 	$(BIN)/python -m benchmarks.light_engine
 	$(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.async_vs_sync
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.vs_trl

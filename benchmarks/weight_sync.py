@@ -12,7 +12,9 @@ Rounds of both alternate; medians count. For each size and number of receivers:
     switch          asked to switch, until the engine has; it waits for the running step to end
 
 `pause_ms`: for how long the switch keeps generation from its next step at 0.5 GB, the worst seen. Aim: under 50. `pull_mb_per_s`:
-a newcomer's snapshot over HTTP, from the first request until every file is verified. The last line is JSON.
+a newcomer's snapshot over HTTP, from the first request until every file is verified. `delta_bytes_ratio`: bytes of what
+changed over those of the snapshot, between consecutive versions of a real run in bfloat16 (weight_deltas.py). Aim: at most
+0.5, bit-equal. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import weight_deltas
 from benchmarks.bare_broadcast import Bare
 from services.dcs import snapshots
 from services.dcs.client import DcsClient, DcsUnavailable
@@ -51,7 +54,7 @@ from shared.subjects import Subjects
 from shared.transfer_queue import TransferQueue
 from shared.wire import decode
 
-RATIO_AIM, PAUSE_AIM_MS = 1.15, 50.0
+RATIO_AIM, PAUSE_AIM_MS, DELTA_AIM = 1.15, 50.0, 0.5
 PAUSE_GB = 0.5
 BUCKET_MB = 64
 DEADLINE_S = 120.0
@@ -236,6 +239,7 @@ async def one_size(url: str, gigabytes: float, receivers: list[int], rounds: int
         if gigabytes == PAUSE_GB:
             results |= await pauses(system, tensors, rounds)
             results |= await pull(system)
+            results |= await asyncio.to_thread(weight_deltas.speed, folder, tensors)
     shutil.rmtree(folder)
     return results
 
@@ -305,6 +309,7 @@ async def measure(sizes: list[float], receivers: list[int], rounds: int) -> dict
         with EmbeddedBroker(folder / "nats") as broker:
             for size in sizes:
                 results |= await one_size(broker.url, size, receivers, rounds, folder / f"{size:g}")
+        results |= await asyncio.to_thread(weight_deltas.of_a_run, folder / "run")
     return results
 
 
