@@ -269,7 +269,7 @@ class Coordinator:
                     f"version {version} belongs to a history that was left: step {known.step} is version {later.version} now"
                 )
         wish = Wish(version, known.step)
-        await rollback.state(self._kv, wish)
+        await rollback.ask(self._kv, wish)
         await self._events.publish(
             "rollback_asked", f"{wish.reason}, step {known.step}", version=version, step=known.step
         )

@@ -16,6 +16,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,11 @@ def folder(root: Path, base: int, version: int) -> Path:
 
 def known(root: Path) -> list[Delta]:
     """Those that are complete, the oldest first."""
-    found = [(int(match[1]), path) for path, match in _folders(root)]
-    return [Delta.load((path / MANIFEST).read_bytes()) for _, path in sorted(found)]
+    found = []
+    for _, path in sorted((int(match[1]), path) for path, match in _folders(root)):
+        with suppress(FileNotFoundError):  # removed just now
+            found.append(Delta.load((path / MANIFEST).read_bytes()))
+    return found
 
 
 def prune(root: Path, keep: int) -> None:

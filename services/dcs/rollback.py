@@ -32,15 +32,15 @@ class Wish:
         return f"rollback to version {self.version}"
 
 
-async def state(kv: KV, wish: Wish) -> None:
+async def ask(kv: KV, wish: Wish) -> None:
     await kv.put(KEY, encode(wish))
 
 
-async def stated(kv: KV) -> Wish | None:
+async def asked(kv: KV) -> Wish | None:
     entry = await kv.get(KEY)
     return None if entry is None else decode(entry[0], Wish)
 
 
-async def take_back(kv: KV) -> None:
+async def done(kv: KV) -> None:
     """It is fulfilled, or refused."""
     await kv.delete(KEY)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 How = Literal["broadcast", "snapshot", "delta", "folder"]
 
+FAR = "SLIPSTREAM_FAR"
+"""Set: this replica is out of the broadcast's reach and pulls. `slipstream serve rollout --far` sets it."""
 POLL_S = 0.2
 BACK_OFF_S = (0.2, 1.0, 2.0, 5.0)
 LOAD_TRIES = 5
@@ -77,6 +80,7 @@ class WeightReceiver:
         """When the newest was read, and how long after the one before."""
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
+        self._far = not ctx.config.dcs.broadcast or bool(os.environ.get(FAR))
         self._following = self._leaving = False
         self._anew = False
         """Somebody wants it to fetch its weights again."""
@@ -314,9 +318,9 @@ class WeightReceiver:
         await self._ctx.queue.publish(self._ctx.subjects.received, record)
 
     async def _join(self) -> None:
-        """Into the group, or again into it after it was left behind; an engine that cannot be verified stays outside."""
+        """Into the group, or again into it after it was left behind; what is far or cannot be verified stays outside."""
         assert self._weights is not None
-        if self._leaving or not self._weights.verifiable or not self._ctx.config.dcs.broadcast:
+        if self._leaving or self._far or not self._weights.verifiable:
             return
         await self._ask(
             lambda: self._dcs.join(self._ctx.replica, incarnation=self._incarnation, world_size=self._world_size)

@@ -98,7 +98,7 @@ async def go_on(ctx: Context, start: Start, store: CheckpointStore) -> None:
         failpoints.reach("trainer.taken")
         await roll_back(ctx, start, intake, version)
         if start.wish is not None:
-            await rollback.take_back(ctx.kv)
+            await rollback.done(ctx.kv)
         intake.follow()
         await unless_wished(ctx, store, Training(ctx, start, store, publisher, intake, version).run())
         await publisher.settled()

@@ -26,7 +26,7 @@ POLL_S = 2.0
 
 async def fulfil(ctx: Context, store: CheckpointStore) -> Wish | None:
     """Before anything is loaded: set aside what a stated wish undoes. None: there is none, or it was refused."""
-    wish = await rollback.stated(ctx.kv)
+    wish = await rollback.asked(ctx.kv)
     if wish is None:
         return None
     try:
@@ -59,7 +59,7 @@ async def _until_wished(ctx: Context, store: CheckpointStore) -> Wish:
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            if (wish := await rollback.stated(ctx.kv)) is None:
+            if (wish := await rollback.asked(ctx.kv)) is None:
                 continue
             try:
                 _refuse_deterministic(ctx)
@@ -77,5 +77,5 @@ def _refuse_deterministic(ctx: Context) -> None:
 
 
 async def _refuse(ctx: Context, wish: Wish, error: CheckpointError) -> None:
-    await rollback.take_back(ctx.kv)
+    await rollback.done(ctx.kv)
     await ctx.events.publish(rollback.REFUSED, f"{wish.reason} (step {wish.step}): {error}", version=wish.version)

@@ -67,7 +67,7 @@ async def test_a_replica_fetches_its_weights_anew(world: World) -> None:
 async def test_a_wish_to_go_back_is_stored_for_the_trainer(world: World) -> None:
     await publish_some(world, 3)
     assert await world.dcs.roll_back(2) == {"version": 2, "step": 1}
-    assert await rollback.stated(world.ctx.kv) == Wish(2, 1)
+    assert await rollback.asked(world.ctx.kv) == Wish(2, 1)
     with pytest.raises(Refused, match="version 9 is not known"):
         await world.dcs.roll_back(9)
 

@@ -145,33 +145,36 @@ async def test_what_two_versions_share_is_sent_and_stored_once(disk: Disk, tmp_p
     assert {blob.name for blob in snapshots.blobs(disk.root).iterdir()} == left
 
 
-async def test_replicas_outside_the_broadcast_follow_by_deltas(make_world: object) -> None:
-    """And when their base is lost they say so, and pull the snapshot: the last fault of docs/weights.md."""
-    world: World = await make_world(dcs={"broadcast": False, "keep_deltas": 8})  # type: ignore[operator]
+async def test_a_far_replica_follows_by_deltas_beside_the_broadcast(
+    make_world: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And when its base is lost it says so, and pulls the snapshot: the last fault of docs/weights.md."""
+    world: World = await make_world(dcs={"keep_deltas": 8})  # type: ignore[operator]
     await world.start_dcs()
     publisher = await world.publisher()
     weights = {**policy(), "scale": policy()["norm"][0]}
     await world.publish(publisher, 0, weights)
-    a = await world.replica("rollout-a")
+    near = await world.replica("rollout-near")
+    monkeypatch.setenv("SLIPSTREAM_FAR", "1")
+    far = await world.replica("rollout-far")
 
-    async def follows(step: int) -> tuple[int, str]:
+    async def follow(step: int) -> dict[str, str]:
         nonlocal weights
         weights = {**moved(weights), "scale": weights["scale"] + 1}
         version = await world.publish(publisher, step, weights)
-        await a.holds(version)
-        assert await a.engine.value() == float(weights["scale"])
-        await until(lambda: answered(version), "it said so")
-        return version, next(r.how for r in await world.received(version))
+        for replica in (near, far):
+            await replica.holds(version)
+            assert await replica.engine.value() == float(weights["scale"])
+        await until(lambda: answered(version), "both said so")
+        return {r.replica: r.how for r in await world.received(version)}
 
     async def answered(version: int) -> bool:
-        return bool(await world.received(version))
+        return len(await world.received(version)) == 2
 
-    version, how = await follows(1)
-    assert how == "delta"
-    (world.folder / "cache" / "rollout-a" / f"v{version}" / "model.safetensors").unlink()
-    version, how = await follows(2)
-    assert how == "snapshot"
+    assert await follow(1) == {"rollout-near": "broadcast", "rollout-far": "delta"}
+    held = far.receiver.version
+    (world.folder / "cache" / "rollout-far" / f"v{held}" / "model.safetensors").unlink()
+    assert await follow(2) == {"rollout-near": "broadcast", "rollout-far": "snapshot"}
     (event,) = [event for event in await world.events() if event.kind == "delta_refused"]
-    assert f"version {version} by deltas from version {version - 1}" in event.message
-    assert (await follows(3))[1] == "delta"
-    assert [told.group for told in await world.announced()] == [None] * 4
+    assert f"version {held + 1} by deltas from version {held}" in event.message
+    assert await follow(3) == {"rollout-near": "broadcast", "rollout-far": "delta"}

@@ -64,17 +64,17 @@ async def told(ctx: Context) -> list[tuple[str, str]]:
 
 
 async def refused(ctx: Context) -> bool:
-    return await rollback.stated(ctx.kv) is None
+    return await rollback.asked(ctx.kv) is None
 
 
 async def test_a_wish_stands_until_it_is_on_record(ctx: Context, tmp_path: Path) -> None:
     store = store_with(tmp_path / "checkpoints", 10, 20)
     assert await wishes.fulfil(ctx, store) is None
-    await rollback.state(ctx.kv, Wish(4, 10))
+    await rollback.ask(ctx.kv, Wish(4, 10))
     for _ in range(2):  # killed in between
         assert await wishes.fulfil(ctx, store) == Wish(4, 10)
         assert steps(store) == [10]
-    await rollback.take_back(ctx.kv)
+    await rollback.done(ctx.kv)
     assert await wishes.fulfil(ctx, store) is None
     assert ("rolling_back", "rollback to version 4") in await told(ctx)
 
@@ -90,7 +90,7 @@ async def test_a_running_trainer_ends_for_it(ctx: Context, tmp_path: Path, monke
         finally:
             stopped.set()
 
-    await rollback.state(ctx.kv, Wish(4, 10))
+    await rollback.ask(ctx.kv, Wish(4, 10))
     with pytest.raises(ServiceFailed, match="rollback to version 4: starting again from the checkpoint of step 10"):
         await wishes.unless_wished(ctx, store, training())
     assert stopped.is_set()
@@ -107,15 +107,15 @@ async def test_what_cannot_be_is_refused_and_training_goes_on(
     seen: Any = SimpleNamespace(
         kv=ctx.kv, events=ctx.events, compute=ctx.compute, config=SimpleNamespace(deterministic=deterministic)
     )
-    await rollback.state(ctx.kv, wish)
+    await rollback.ask(ctx.kv, wish)
 
     async def training() -> None:
         await until(lambda: refused(ctx), "it is refused")
 
     await asyncio.wait_for(wishes.unless_wished(seen, store, training()), 20)
-    await rollback.state(ctx.kv, wish)
+    await rollback.ask(ctx.kv, wish)
     assert await wishes.fulfil(seen, store) is None
-    assert await rollback.stated(ctx.kv) is None
+    assert await rollback.asked(ctx.kv) is None
     why = "reaches the same weights again" if deterministic else "no checkpoint of step 15; there are 10"
     messages = [message for kind, message in await told(ctx) if kind == rollback.REFUSED]
     assert len(messages) == 2

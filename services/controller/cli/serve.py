@@ -34,6 +34,14 @@ def serve(
         str | None,
         typer.Option(metavar="ID", help="Name of this replica. Give the name of one that died to take its place."),
     ] = None,
+    far: Annotated[
+        bool,
+        typer.Option(
+            "--far",
+            envvar="SLIPSTREAM_FAR",
+            help="A rollout replica that the broadcast does not reach: it pulls snapshots or deltas.",
+        ),
+    ] = False,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Be one service of a run, until the run ends or SIGTERM asks to drain.
@@ -55,6 +63,8 @@ def serve(
 
     from shared.parent import die_with_parent
 
+    if far:
+        os.environ["SLIPSTREAM_FAR"] = "1"  # read where weights are received
     if parent is not None:
         die_with_parent(parent)
     try:
