@@ -279,7 +279,11 @@ async def pauses(system: System, tensors: dict[str, torch.Tensor], rounds: int) 
     seen = []
     for _ in range(rounds):
         await system.publish(tensors)
-        seen.append((await replica.engine.server_info())["last_switch"])
+        switch: dict[str, float] = {}
+        while "next_token_s" not in switch and not running.done():
+            switch = (await replica.engine.server_info())["last_switch"]
+            await asyncio.sleep(0.02)
+        seen.append(switch)
         if running.done():
             raise SystemExit(f"the request ended before the switches: {running.result()}")
     await replica.engine.abort(everything=True)

@@ -52,7 +52,7 @@ class Coordinator:
         self._config, self._queue, self._kv, self._registry, self._events = config, queue, kv, registry, events
         self._subjects = Subjects(config.run)
         self.snapshots = config.work_path / "snapshots"
-        self.deltas = DeltaMaker(self.snapshots, config.dcs.keep_deltas, events)
+        self.deltas = DeltaMaker(self.snapshots, config.dcs.keep_deltas, events, config.dcs.timeout_s)
         self.url = url
         self.changes = 0
         self._rules = self._rules_over(State())
@@ -154,7 +154,9 @@ class Coordinator:
         await self._publish(known, manifest)
         reach("dcs.announced")
         if before := self.latest(below=version):
-            self.deltas.start(before.version, manifest)
+            self.deltas.expect(before.version, manifest)
+            if known.group is None:
+                self.deltas.broadcast_over(version)
         await asyncio.to_thread(self._prune)
         if known.group is not None and known.group.epoch > epoch_before:
             await self._tell_regrouping(known.group)
@@ -176,6 +178,7 @@ class Coordinator:
                 version, publisher=publisher, ok=ok, error=error, seconds=seconds, now=clock.now()
             )
         )
+        self.deltas.broadcast_over(version)
         if not ok:
             await self._tell_failure(known)
         return known

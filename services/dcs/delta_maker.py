@@ -1,13 +1,19 @@
-"""Makes deltas in the background, after versions were announced, so that nobody who publishes or receives waits for it.
+"""Makes deltas in the background, once a version's broadcast is over, in a thread that gives way to everything else.
 
-Owns <root>/deltas. Lost work is harmless: without a delta the snapshot is pulled. tests/dcs/test_pulling.py.
+So nobody who publishes or receives by broadcast waits for it; whoever pulls does (`leading_to`). Owns <root>/deltas. Lost work is
+harmless: without a delta the snapshot is pulled. tests/dcs/test_pulling.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from services.dcs import deltas, snapshots
@@ -17,34 +23,41 @@ from shared.metrics import Events
 
 log = logging.getLogger(__name__)
 
+NICE = 10
+
 
 class DeltaMaker:
-    """`keep` newest deltas; 0: none are made."""
+    """`keep` newest deltas; 0: none are made. `patience_s`: how long a broadcast may hold one up."""
 
-    def __init__(self, root: Path, keep: int, events: Events) -> None:
-        self._root, self._keep, self._events = root, keep, events
+    def __init__(self, root: Path, keep: int, events: Events, patience_s: float) -> None:
+        self._root, self._keep, self._events, self._patience_s = root, keep, events, patience_s
         self._making: dict[int, asyncio.Task[None]] = {}
-        self._turn = asyncio.Lock()
+        self._over: dict[int, asyncio.Event] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas", initializer=_give_way)
 
-    def start(self, base: int, new: Manifest) -> None:
-        """The delta from version `base` is wanted. Asking again changes nothing."""
+    def expect(self, base: int, new: Manifest) -> None:
+        """The delta from version `base` is wanted, once the broadcast of `new` is over. Asking again changes nothing."""
         made = deltas.folder(self._root, base, new.version)
         if self._keep and new.version not in self._making and not made.exists():
+            self._over[new.version] = asyncio.Event()
             self._making[new.version] = asyncio.create_task(self._make(base, new))
+
+    def broadcast_over(self, version: int) -> None:
+        if version in self._over:
+            self._over[version].set()
 
     async def _make(self, base: int, new: Manifest) -> None:
         try:
-            async with self._turn:
-                started = time.monotonic()
-                delta = await asyncio.to_thread(self._write, base, new)
-                log.info(
-                    "delta %d -> %d: %s, %.2f s", base, new.version, delta and delta.size, time.monotonic() - started
-                )
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over[new.version].wait(), self._patience_s)
+            started = time.monotonic()
+            delta = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, base, new)
+            log.info("delta %d -> %d: %s, %.2f s", base, new.version, delta and delta.size, time.monotonic() - started)
         except (SnapshotError, OSError) as error:
             text = f"from version {base} to {new.version}: {error}; who needs it pulls the snapshot"
             await self._events.publish("delta_failed", text, version=new.version)
         finally:
-            del self._making[new.version]
+            del self._making[new.version], self._over[new.version]
 
     def _write(self, base: int, new: Manifest) -> Delta | None:
         before = snapshots.read(self._root, base)
@@ -64,3 +77,10 @@ class DeltaMaker:
         for task in self._making.values():
             task.cancel()
         await asyncio.gather(*self._making.values(), return_exceptions=True)
+        self._thread.shutdown(wait=False)
+
+
+def _give_way() -> None:
+    """Nice, for this thread alone: only on Linux each has its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -15,6 +15,12 @@ from services.dcs.coordinator import Coordinator
 Wait = Annotated[float, Query(ge=0, le=20)]
 
 
+class Download(FileResponse):
+    """In larger pieces than the 64 KB that Starlette reads at a time, each in a thread."""
+
+    chunk_size = 1 << 20
+
+
 class FileAnswer(BaseModel):
     name: str
     size: int
@@ -64,4 +70,4 @@ def _file(folder: Path, version: int, name: str) -> FileResponse:
     path = folder / name
     if not snapshots.FILE_NAME.fullmatch(name) or not path.is_file():
         raise HTTPException(404, f"version {version} has no file {name!r} here; only the newest are kept")
-    return FileResponse(path)
+    return Download(path)

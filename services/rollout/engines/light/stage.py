@@ -8,6 +8,9 @@ a second copy of the weights. Held by tests/rollout/test_light_updates.py; bench
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -16,8 +19,10 @@ import torch
 from services.dcs.digest import TensorSpec, dtype_name, tensor_checksum
 from services.rollout.engines.light.tensors import Tensors
 
-KEPT_BUCKETS = 2
-"""One is received while another one is hashed."""
+KEPT_BUCKETS = 8
+"""So many may wait to be hashed and written; receiving waits for the oldest then."""
+NICE = 10
+"""Of the thread that hashes: it takes what receiving and generating leave of the cores."""
 
 
 @dataclass(slots=True)
@@ -47,7 +52,7 @@ class Stager:
     def __init__(self) -> None:
         self._spare: Tensors | None = None
         self._buckets: list[torch.Tensor] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage", initializer=_give_way)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -80,3 +85,9 @@ class Stager:
     def give_back(self, tensors: Tensors) -> None:
         """Of a stage that was dropped, or what was live until now."""
         self._spare = tensors
+
+
+def _give_way() -> None:
+    """Nice, for this thread alone: only on Linux each has its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
