@@ -263,18 +263,21 @@ class Coordinator:
 
     async def roll_back(self, version: int) -> Wish:
         """Tell the trainer, which alone can do it."""
-        known = self._rules.get(version)
-        if not known.announced_at:
-            raise VersionError(f"version {version} was never announced: nobody ever held it")
-        for later in self.announced():
-            if later.version > version and later.step == known.step and later.digest != known.digest:
+        known: dict[int, Announcement] = {}
+        async for data, _ in self._queue.read("weights", subject=self._subjects.announced):  # the state forgets sooner
+            told = decode(data, Announcement)
+            known[told.version] = told
+        if (wanted := known.get(version)) is None:
+            raise UnknownVersion(f"version {version} was never announced, or it is too long ago")
+        for later in known.values():
+            if later.version > version and later.step == wanted.step and later.digest != wanted.digest:
                 raise VersionError(
-                    f"version {version} belongs to a history that was left: step {known.step} is version {later.version} now"
+                    f"version {version} belongs to a history that was left: step {wanted.step} is version {later.version} now"
                 )
-        wish = Wish(version, known.step)
+        wish = Wish(version, wanted.step)
         await rollback.ask(self._kv, wish)
         await self._events.publish(
-            "rollback_asked", f"{wish.reason}, step {known.step}", version=version, step=known.step
+            "rollback_asked", f"{wish.reason}, step {wish.step}", version=version, step=wish.step
         )
         return wish
 

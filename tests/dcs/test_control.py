@@ -68,7 +68,7 @@ async def test_a_wish_to_go_back_is_stored_for_the_trainer(world: World) -> None
     await publish_some(world, 3)
     assert await world.dcs.roll_back(2) == {"version": 2, "step": 1}
     assert await rollback.asked(world.ctx.kv) == Wish(2, 1)
-    with pytest.raises(Refused, match="version 9 is not known"):
+    with pytest.raises(Refused, match="version 9 was never announced"):
         await world.dcs.roll_back(9)
 
 

@@ -6,16 +6,26 @@ from __future__ import annotations
 import json
 
 from services.controller.attach import Run
+from services.dcs.client import DcsClient
 from shared.records import Announcement, Event
 from shared.wire import decode
-from tests.e2e.test_run import Example, example, until_trained  # noqa: F401 - the fixture
+from tests.e2e.test_run import DEADLINE_S, Example, example, until_trained  # noqa: F401 - the fixture
+from tests.shared.runs import until
 
-STEPS, GROUPS, EVERY = 60, 8, 4
+STEPS, GROUPS, EVERY = 100, 8, 4
 
 
 async def announced(run: Run) -> list[Announcement]:
     stream = run.queue.read("weights", subject=run.subjects.announced)
     return [decode(data, Announcement) async for data, _ in stream]
+
+
+async def kinds(run: Run) -> set[str]:
+    return {decode(data, Event).kind async for data, _ in run.queue.read("events")}
+
+
+async def refused(run: Run) -> bool:
+    return "rollback_refused" in await kinds(run)
 
 
 async def test_going_back_to_an_earlier_version(example: Example) -> None:  # noqa: F811
@@ -32,16 +42,16 @@ async def test_going_back_to_an_earlier_version(example: Example) -> None:  # no
         place = ("--nats", run.url, "--run", run.name)
         await until_trained(run, GROUPS * (2 * EVERY + 2))
         known = {told.step: told for told in await announced(run)}
-        refused = await example.cli("weights", "rollback", str(known[EVERY + 1].version), *place)
-        assert await refused.wait() == 1, "there is no checkpoint of that step"
+        async with DcsClient(run.kv) as dcs:
+            await dcs.roll_back(known[EVERY + 1].version)
+        await until(lambda: refused(run), "without a checkpoint of that step it is refused", DEADLINE_S)
         wanted = known[EVERY]
         asked = await example.cli("weights", "rollback", str(wanted.version), *place)
         assert await asked.wait() == 0, (example.folder / "output.txt").read_text()
         fresh = next(told for told in await announced(run) if told.reason == f"rollback to version {wanted.version}")
         assert (fresh.step, fresh.digest) == (EVERY, wanted.digest)
         assert fresh.version > max(told.version for told in known.values())
-        events = [decode(data, Event) async for data, _ in run.queue.read("events")]
-        assert {"rollback_refused", "rollback_asked", "rolling_back", "rollback"} <= {event.kind for event in events}
+        assert {"rollback_asked", "rolling_back", "rollback"} <= await kinds(run)
         assert await (await example.cli("weights", *place)).wait() == 0
     assert await up.wait() == 0, (example.folder / "output.txt").read_text()
     report = json.loads(example.report.read_text())
