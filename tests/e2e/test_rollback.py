@@ -12,7 +12,7 @@ from shared.wire import decode
 from tests.e2e.test_run import DEADLINE_S, Example, example, until_trained  # noqa: F401 - the fixture
 from tests.shared.runs import until
 
-STEPS, GROUPS, EVERY = 100, 8, 4
+STEPS, GROUPS, EVERY = 80, 8, 4
 
 
 async def announced(run: Run) -> list[Announcement]:
