@@ -39,7 +39,7 @@ async def test_what_is_stopped_is_found_by_its_silence_and_replaced(tmp_path: Pa
             await system.says(f"{replica} died (hung: its process lived without a heartbeat for")
             await system.says(f"{replica} is back after")
         await system.kill("engine", signal.SIGSTOP)
-        await system.says("engine_died: the engine at ")
+        await system.happens(run, "engine_died", "rollout-0")
         await system.kill("broker", signal.SIGSTOP)
         await system.says("the broker lived without a word for")
         before = len(system.text)
@@ -56,7 +56,7 @@ async def test_a_consumer_that_sleeps_longer_than_its_messages_wait(tmp_path: Pa
         await system.trains(run, GROUPS)
         newcomer = await system.cli("serve", "rollout", "--nats", run.url, "--run", run.name, "--replica", "newcomer")
         try:
-            await system.says("newcomer joined")
+            await system.happens(run, "joined", "newcomer")
             for _ in range(10):
                 await system.trains(run, 4, by="newcomer")
                 newcomer.send_signal(signal.SIGSTOP)
