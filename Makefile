@@ -4,6 +4,7 @@
 # make test-chaos   bit-identical runs over kills at every point of a step, the protocol's model, a short schedule of kills
 # make test-large   with a pretrained model of 135 million parameters, which it downloads
 # make test-sinks   TensorBoard, W&B, ClearML and Apprise with the real packages
+# make test-ray   the demo as actors of a Ray cluster on this machine, scaled and harmed in mid-run
 # make chaos     the long run under SIGKILLs: make chaos KILLS=200 SEED=1
 # make check     style, types, links
 # make bench     each benchmark prints a ratio against a named baseline, or seconds against an aim
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install demo test test-chaos test-large test-sinks chaos check bench clean
+.PHONY: install demo test test-chaos test-large test-sinks test-ray chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -44,6 +45,10 @@ test-large: $(VENV)/.installed-dev
 test-sinks: $(VENV)/.installed-dev
 	$(PIP) --editable '.[sinks]'
 	$(BIN)/python -m pytest -m sinks tests/sinks
+
+test-ray: $(VENV)/.installed-dev
+	$(PIP) --editable '.[ray]'
+	$(BIN)/python -m pytest -s -m ray tests/ray
 
 KILLS ?= 200
 chaos: $(VENV)/.installed-dev

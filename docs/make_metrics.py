@@ -38,8 +38,8 @@ the others say in between (they know no step) is thinned to the newest value bef
 
 Prometheus names are `slipstream_<service>_<metric>` with the labels `run` and `replica`; a family `wait_s.*` becomes one
 metric with the label `of`. Counters end in `_total`. Added by the sink: `slipstream_events_total{service,kind}`,
-`slipstream_queue_messages{stream}` and `slipstream_queue_pending{stream}`, `slipstream_replicas{service}`. A replica that has
-said nothing for five minutes is left out.
+`slipstream_queue_messages{stream}` and `slipstream_queue_pending{stream}` (what to scale on: [scaling.md](scaling.md)),
+`slipstream_replicas{service}`. A replica that has said nothing for five minutes is left out.
 """
 
 SUBJECTS = """\

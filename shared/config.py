@@ -29,6 +29,7 @@ from shared.sections import (
     DcsConfig,
     EvalConfig,
     ModelConfig,
+    RayConfig,
     ReferenceConfig,
     RewardConfig,
     RolloutConfig,
@@ -90,6 +91,8 @@ class RunConfig(Section):
     """The weights service."""
     controller: ControllerConfig = ControllerConfig()
     """The controller service."""
+    ray: RayConfig = RayConfig()
+    """`slipstream up --launcher ray`."""
     broker: BrokerConfig = BrokerConfig()
     """The message broker."""
     heartbeat_ttl_s: float = Field(15.0, ge=2)

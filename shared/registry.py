@@ -23,10 +23,12 @@ from shared.jetstream import Connection
 from shared.kv import KV
 from shared.records import Heartbeat
 from shared.subjects import Subjects
+from shared.wanted import Launcher
 
 TTL_S = 15.0
 BEATS = "beat"
 LEASES = "lease"
+LAUNCHERS = "launcher"
 
 
 @wire.schema("lease", 1)
@@ -95,6 +97,16 @@ class Registry:
         keys = [key for key in await self._kv.keys() if key.startswith(prefix)]
         found = await asyncio.gather(*(self._kv.get(key) for key in keys))
         return [wire.decode(value[0], Heartbeat) for value in found if value is not None]
+
+    async def present(self, launcher: Launcher) -> None:
+        """Tell that a launcher is there. It is forgotten after the TTL, as a replica is."""
+        await self._kv.put(f"{LAUNCHERS}.{_token(launcher.name)}", wire.encode(launcher), ttl_s=self.ttl_s)
+
+    async def launchers(self) -> list[Launcher]:
+        """Those that start and end replicas of this run now."""
+        keys = [key for key in await self._kv.keys() if key.startswith(f"{LAUNCHERS}.")]
+        found = await asyncio.gather(*(self._kv.get(key) for key in keys))
+        return [wire.decode(value[0], Launcher) for value in found if value is not None]
 
     async def living(self, replicas: Iterable[str]) -> set[str]:
         """Those of `replicas`, of whatever service, that have a heartbeat. One round trip, however many there are."""

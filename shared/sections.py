@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.section import Section
 
@@ -250,11 +250,62 @@ class DcsConfig(Section):
     """Whoever pulls and sees `<workdir>/snapshots` on a disk of its own takes the files there instead of through HTTP."""
 
 
+class AutoscaleConfig(Section):
+    mode: Literal["dry_run", "on"] = "dry_run"
+    """dry_run: decisions are events, and nothing else happens."""
+    min_replicas: int = Field(1, ge=1)
+    """Rollouts at least."""
+    max_replicas: int = Field(8, ge=1)
+    """Rollouts at most."""
+    every_s: float = Field(5.0, gt=0)
+    """Between two looks at the run."""
+    idle_out: float = Field(0.2, ge=0, le=1)
+    """The trainer waits for groups more than this share of its time: too few rollouts."""
+    idle_in: float = Field(0.05, ge=0, le=1)
+    """It waits less than this: perhaps too many."""
+    busy_out: float = Field(0.8, ge=0, le=1)
+    """Engines that work on more than this share of `rollout.max_running_groups` are as good as full."""
+    busy_in: float = Field(0.5, ge=0, le=1)
+    """Engines below this have room."""
+    slack_in: float = Field(0.1, ge=0)
+    """Samples that age to within so many updates of `max_staleness` before they are trained on were made too early."""
+    hold_out_s: float = Field(30.0, ge=0)
+    """So long it must be so before more are started."""
+    hold_in_s: float = Field(120.0, ge=0)
+    """So long it must be so before one leaves."""
+    pause_out_s: float = Field(60.0, ge=0)
+    """After a decision, until the next one to start some."""
+    pause_in_s: float = Field(300.0, ge=0)
+    """After a decision, until the next one to let one leave."""
+    most_at_once: int = Field(4, ge=1)
+    """Rollouts started by one decision."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> AutoscaleConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas: {self.min_replicas} exceeds max_replicas: {self.max_replicas}")
+        if self.idle_in > self.idle_out:
+            raise ValueError(
+                f"idle_in: {self.idle_in} exceeds idle_out: {self.idle_out}; it would start and end replicas in turn"
+            )
+        return self
+
+
 class ControllerConfig(Section):
     host: str = "127.0.0.1"
     """Address of the REST API."""
     port: int = Field(0, ge=0, le=65535)
     """0: a free one; it is told through the registry."""
+    autoscale: AutoscaleConfig | None = None
+    """Start and end rollouts by the run's load. None: only when asked."""
+
+
+class RayConfig(Section):
+    resources: dict[str, dict[str, float]] = Field({})
+    """What an actor asks the cluster for, by service: `rollout: {num_gpus: 1, num_cpus: 8}`. Names that are not Ray's own are
+    custom resources; a service that is not named asks for nothing."""
+    runtime_env: dict[str, Any] = Field({})
+    """Ray's own, for every actor."""
 
 
 class BrokerConfig(Section):

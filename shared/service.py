@@ -32,6 +32,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from shared import config as run_config
+from shared import wanted
 from shared.allocator import keep_freed_blocks
 from shared.config import ConfigError, RunConfig
 from shared.deliveries import Deliveries
@@ -51,6 +52,7 @@ T = TypeVar("T")
 CONNECT_DEADLINE_S = 10.0
 CONFIG_DEADLINE_S = 30.0
 STATE_POLL_S = 1.0
+LEAVING_POLL_S = 2.0
 BEAT_EVERY_S = 2.0
 CHANGE_EVERY_S = 0.5
 """A state that lasts for less than this is not worth a write."""
@@ -230,7 +232,10 @@ async def _work(context: Context, main: Callable[[Context], Awaitable[None]]) ->
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, context.stopping.set)
-    watchers = [asyncio.create_task(_watch_state(context)), asyncio.create_task(context.deliveries.tell())]
+    watches = [_watch_state(context), context.deliveries.tell()]
+    if context.service in wanted.SCALABLE:
+        watches.append(_watch_leaving(context))
+    watchers = [asyncio.create_task(watch) for watch in watches]
     try:
         await context.beat("starting")
         await main(context)
@@ -264,5 +269,20 @@ async def _watch_state(context: Context) -> None:
             continue
         if entry is not None and entry[0] != b"running":
             log.info("the run is over: %s", entry[0].decode())
+            context.stopping.set()
+            return
+
+
+async def _watch_leaving(context: Context) -> None:
+    """Set `stopping` when a scale operation asks this replica to leave."""
+    while True:
+        await asyncio.sleep(LEAVING_POLL_S)
+        try:
+            record = wanted.load(await context.kv.get(wanted.KEY))
+        except TransportError as error:
+            log.debug("the broker does not answer: %s", error)
+            continue
+        if context.replica in record.leaving:
+            log.info("asked to leave by a scale operation")
             context.stopping.set()
             return

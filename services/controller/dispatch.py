@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.controller.credits import Credits, Rules, Ticket
@@ -43,8 +44,15 @@ class Cursor:
 class Dispatcher:
     """Fold receipts with `fold`; `issue` and `evaluate` send what is due."""
 
-    def __init__(self, ctx: Context, source: PromptSource, held_out: PromptSource | None) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        source: PromptSource,
+        held_out: PromptSource | None,
+        on_receipt: Callable[[Receipt], None] = lambda _: None,
+    ) -> None:
         self.ctx, self.config, self.source, self.held_out = ctx, ctx.config, source, held_out
+        self._on_receipt = on_receipt
         self.credits = Credits(Rules.of(ctx.config), source.size)
         self.evaluations = Evaluations(ctx.config.steps, ctx.config.eval.every, eval_size(ctx.config, held_out))
         self.stats = Stats()
@@ -83,6 +91,7 @@ class Dispatcher:
             self.unreadable += 1
             log.error("receipt %d is unreadable and skipped: %s", seq, error)
             return None
+        self._on_receipt(receipt)
         if self.credits.apply(receipt) or receipt.kind == "rollback":
             self.stats.apply(receipt)
         if receipt.kind == "rollback":

@@ -17,6 +17,10 @@ from typing import Any
 from services.controller import api
 from services.controller.dispatch import Dispatcher, follow_receipts, open_sources
 from services.controller.finish import Verdict, judge
+from services.controller.scaling import routes
+from services.controller.scaling.autopilot import Autopilot
+from services.controller.scaling.autopilot import router as autoscaler_router
+from services.controller.scaling.scaler import Scaler, running
 from shared import failpoints
 from shared.http_auth import guard
 from shared.http_server import listen, serving
@@ -33,13 +37,19 @@ async def main(ctx: Context) -> None:
     try:
         listener = listen(ctx.config.controller.host, ctx.config.controller.port, "controller")
         with contextlib.closing(listener):
-            dispatcher = Dispatcher(ctx, *await open_sources(ctx))
+            scaler = Scaler(ctx)
+            await scaler.restore()
+            dispatcher = Dispatcher(ctx, *await open_sources(ctx), on_receipt=scaler.saw)
             await ctx.vouch(dispatcher.restore())
             controller = Controller(ctx, dispatcher)
             app = api.build(ctx, controller.progress, lambda: controller.last_round)
+            app.include_router(routes.router(scaler))
+            autopilot = Autopilot(scaler, rules) if (rules := ctx.config.controller.autoscale) else None
+            app.include_router(autoscaler_router(autopilot))
             async with serving(guard(app, ctx.config.controller.host, "controller"), listener):
                 controller.url = http_url(listener, ctx.connection.url)
-                await controller.run()
+                async with running(scaler.run(), *([autopilot.run()] if autopilot else [])):
+                    await controller.run()
     finally:
         await lease.release()
 

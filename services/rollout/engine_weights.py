@@ -39,6 +39,16 @@ class EngineWeights:
         cls, engine: EngineClient, mode: SwitchMode, version: int, tensors: Sequence[TensorSpec]
     ) -> EngineWeights:
         """Take over an engine that was started on `tensors`. Raises WeightsRefused if it holds others."""
+        weights, held = await cls.of(engine, mode, tensors)
+        weights._compare(tensors, held)
+        await engine.set_version(str(version))
+        return weights
+
+    @classmethod
+    async def of(
+        cls, engine: EngineClient, mode: SwitchMode, tensors: Sequence[TensorSpec]
+    ) -> tuple[EngineWeights, dict[str, str]]:
+        """For an engine that may hold anything, and the checksums of what it holds."""
         info = await engine.server_info()
         held = (await engine.checksums()).tensors
         weights = cls(
@@ -47,9 +57,7 @@ class EngineWeights:
             stages=bool(info.get("staged_updates")),
             verifiable=any(len(held.get(spec.name, "")) == len(spec.sha256) for spec in tensors),
         )
-        weights._compare(tensors, held)
-        await engine.set_version(str(version))
-        return weights
+        return weights, held
 
     async def receive(self, told: Announcement, rank: int, seconds: dict[str, float]) -> None:
         """Take a version from its broadcast. Raises EngineError or WeightsRefused; what was served before is untouched if

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from services.dcs.client import DcsUnavailable
+from services.rollout import elsewhere
 from services.rollout.caution import Caution, Place, at_work
 from services.rollout.draw import Drawer
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
@@ -52,10 +53,15 @@ async def main(ctx: Context) -> None:
     deaths, options = 0, ctx.config.rollout
     with weights_cache(ctx.run, ctx.replica) as cache, at_work(cache / "at-work") as died:
         caution = Caution(options.max_running_groups, options.max_deliveries, careful=died)
+        url = await elsewhere.engine_url(ctx)
+        again = False
         while not ctx.stopping.is_set():
             began = time.monotonic()
             try:
-                await _with_engine(ctx, cache, caution)
+                if url and not await elsewhere.reach(ctx, url, again=again):
+                    return
+                again = True
+                await _with_engine(ctx, cache, caution, url)
             except (EngineDead, EngineKilled) as error:
                 deaths = 0 if time.monotonic() - began > STEADY_S else deaths
                 await ctx.events.publish("engine_died", str(error), lived_s=round(time.monotonic() - began, 1))
@@ -85,7 +91,7 @@ def weights_cache(run: str, replica: str) -> Iterator[Path]:
         shutil.rmtree(root, ignore_errors=True)  # not reached by a process that fails: the next one goes on from it
 
 
-async def _with_engine(ctx: Context, cache: Path, caution: Caution) -> None:
+async def _with_engine(ctx: Context, cache: Path, caution: Caution, url: str) -> None:
     receiver = WeightReceiver(ctx, cache)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(receiver.close)
@@ -93,10 +99,14 @@ async def _with_engine(ctx: Context, cache: Path, caution: Caution) -> None:
         if (start := await ctx.vouch(receiver.bootstrap())) is None:
             return
         await ctx.beat("starting engine")
-        starting = EngineProcess.start_for(ctx.config, start.folder, weight_version=str(start.version))
-        process = await ctx.vouch(starting)
-        stack.push_async_exit(_ending(ctx, process))
-        engine = await stack.enter_async_context(EngineClient(process.url))
+        if url:
+            engine = await stack.enter_async_context(EngineClient(url))
+            await elsewhere.give_weights(ctx, engine, start)
+        else:
+            starting = EngineProcess.start_for(ctx.config, start.folder, weight_version=str(start.version))
+            process = await ctx.vouch(starting)
+            stack.push_async_exit(_ending(ctx, process))
+            engine = await stack.enter_async_context(EngineClient(process.url))
         await ctx.vouch(receiver.attach(engine, start))
         tokenizer = await ctx.compute(Tokenizer, start.folder)
         await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)

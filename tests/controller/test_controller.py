@@ -104,10 +104,15 @@ async def test_a_batch_that_never_fills_fails_the_run(opener: Opener) -> None:
 async def test_one_is_active_and_a_taken_port_is_told(opener: Opener) -> None:
     ctx = await opener()
     task = asyncio.create_task(main(ctx))
-    status = await answer(ctx, "/status")
+    status: dict[str, Any] = {}
+
+    async def sent() -> bool:
+        status.update(await answer(ctx, "/status"))
+        return status["queues"]["prompts"]["messages"] == 6
+
+    await until(sent, "all prompts are sent")
     assert status["slots"] == status["in_flight"] == 6
     assert status["step"] == 0
-    assert status["queues"]["prompts"]["messages"] == 6
     assert [replica["service"] for replica in status["replicas"]] == ["controller"]
     assert (await answer(ctx, "/health"))["ok"]
     with pytest.raises(AlreadyActive):
@@ -230,10 +235,10 @@ async def test_sigkill_in_mid_stream(broker: EmbeddedBroker, opener: Opener, run
             goal = min(150, 30 * (life + 1))
             process = await asyncio.create_subprocess_exec(*command, "--replica", f"c{life}")
             try:
-                await until(lambda goal=goal: pipeline.step >= goal, f"step {goal}", 25)
+                await until(lambda goal=goal: pipeline.step >= goal, f"step {goal}", 120)
                 if life < 4:
                     process.send_signal(signal.SIGKILL)
-                assert await asyncio.wait_for(process.wait(), 15) == (0 if life == 4 else -signal.SIGKILL)
+                assert await asyncio.wait_for(process.wait(), 60) == (0 if life == 4 else -signal.SIGKILL)
             finally:
                 if process.returncode is None:
                     process.kill()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from services.controller.launchers.local import LocalLauncher, tail
+from services.controller.launchers.launcher import tail
+from services.controller.launchers.local import LocalLauncher
 from tests.shared.runs import until
 
 QUIET = "import signal; print('up', flush=True); signal.pause()"
@@ -41,25 +42,25 @@ async def test_an_exit_is_told_with_its_code_and_last_lines(tmp_path):
     one = launcher(
         tmp_path, "import os, sys; print(sys.argv[1], os.environ['OMP_NUM_THREADS']); sys.exit('no such thing')"
     )
-    child = await one.start("reward", 3)
+    pid = await one.start("reward", "reward-3")
     gone = await asyncio.wait_for(one.exits.get(), 20)
-    assert (gone.replica, gone.code, gone.how, gone.pid) == ("reward-3", 1, "exit code 1", child.pid)
+    assert (gone.replica, gone.code, gone.how, gone.pid) == ("reward-3", 1, "exit code 1", pid)
     assert sorted(gone.tail()) == ["no such thing", "reward 1"]
     assert one.children == {}
 
 
 async def test_a_killed_child_is_told_by_its_signal(tmp_path):
     one = launcher(tmp_path, QUIET)
-    child = await one.start("rollout", 0)
-    os.kill(child.pid, signal.SIGKILL)
+    pid = await one.start("rollout", "rollout-0")
+    os.kill(pid, signal.SIGKILL)
     gone = await asyncio.wait_for(one.exits.get(), 20)
     assert gone.how == "killed by SIGKILL"
 
 
 async def test_stopping_lets_children_drain(tmp_path):
     one = launcher(tmp_path, DRAINS)
-    await one.start("rollout", 0)
-    await one.start("rollout", 1)
+    await one.start("rollout", "rollout-0")
+    await one.start("rollout", "rollout-1")
     for number in (0, 1):
         await says(tmp_path, f"rollout-{number}", "up")
     assert await one.stop(20) == []
@@ -68,7 +69,7 @@ async def test_stopping_lets_children_drain(tmp_path):
 
 async def test_who_does_not_leave_is_killed_with_all_it_started(tmp_path):
     one = launcher(tmp_path, STUBBORN)
-    await one.start("rollout", 0)
+    await one.start("rollout", "rollout-0")
     grandchild = int((await says(tmp_path, "rollout-0", "child")).split()[1])
     assert await one.stop(0.2) == ["rollout-0"]
     await until(lambda: not psutil.pid_exists(grandchild) or _zombie(grandchild), "the grandchild is gone")

@@ -9,13 +9,16 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 
+from services.controller.attach import attach
 from services.controller.launchers.broker import read_address
+from shared.wanted import Wanted, change
 from tests.shared.runs import until
 
 DEADLINE_S = 60.0
@@ -279,3 +282,42 @@ async def test_one_up_a_workdir(run, tmp_path):
     assert f"another `slipstream up` (pid {run.process.pid})" in errors.decode()
     run.signal(signal.SIGINT)
     await run.ends()
+
+
+async def test_replicas_that_are_wanted_come_and_those_that_are_not_leave(run):
+    """The launcher's side of a scale operation; the controller is a stand-in here, so the test writes its record."""
+    await run.start("steps=4000", step_s=0.1)
+    await run.says("step 2")
+    address = read_address(run.workdir / "broker.json")
+    async with attach(address.url, "fake") as handle:
+        spec = {"service": "rollout", "by": "operation", "engine_url": ""}
+
+        def more(record: Wanted) -> Wanted:
+            return replace(record, replicas={**record.replicas, "rollout-1": spec})
+
+        def less(record: Wanted) -> Wanted:
+            return replace(
+                record, replicas={"reward-0": record.replicas["reward-0"]}, leaving=["rollout-0", "rollout-1"]
+            )
+
+        record = await change(handle.kv, more)
+        assert list(record.replicas) == ["reward-0", "rollout-0", "rollout-1"]
+
+        async def beats(*replicas: str) -> bool:
+            return {beat.replica for beat in await handle.registry.alive("rollout")} == set(replicas)
+
+        await until(lambda: beats("rollout-0", "rollout-1"), "the newcomer is there", DEADLINE_S)
+
+        async def there() -> bool:
+            return [(told.kind, told.gone) for told in await handle.registry.launchers()] == [("local", {})]
+
+        await until(there, "the launcher tells of itself", DEADLINE_S)
+        await change(handle.kv, less)
+        await until(lambda: beats(), "both have left, also the one that the run began with", DEADLINE_S)
+    await until(lambda: not {"rollout-0", "rollout-1"} & run.children().keys(), "their processes are gone", DEADLINE_S)
+    events = await by_up(run, "rollout")
+    messages = [event["message"] for event in events if event["kind"] == "exit"]
+    assert len(messages) == 2
+    assert all("left" in message for message in messages), messages
+    run.signal(signal.SIGINT)
+    assert await run.ends() == 130

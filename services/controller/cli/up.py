@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .common import Nats, RunFile, Sets, run_async
+
+
+class Launcher(StrEnum):
+    local = "local"
+    ray = "ray"
 
 
 def up(
@@ -21,6 +27,12 @@ def up(
     keep_broker: Annotated[
         bool, typer.Option("--keep-broker", help="Leave the private broker running afterwards.")
     ] = False,
+    launcher: Annotated[
+        Launcher, typer.Option(help="Services as processes of this machine, or as actors of a Ray cluster.")
+    ] = Launcher.local,
+    address: Annotated[
+        str, typer.Option(help="The Ray cluster: auto, local (one made for this run), or host:port.")
+    ] = "auto",
 ) -> None:
     """Run a run file on this machine: broker, services, live view, report.
 
@@ -34,6 +46,8 @@ def up(
 
     `slipstream up run.yaml --nats nats://10.0.0.5:4222`
 
+    `slipstream up run.yaml --nats nats://10.0.0.5:4222 --launcher ray --address 10.0.0.6:6379`
+
     Exit codes: 0 finished, 1 failed or the audit found a fault, 2 config, 3 broker, 130 stopped.
     """
     import sys
@@ -43,6 +57,6 @@ def up(
     from services.controller.launchers.up import Options
     from services.controller.launchers.up import up as run_up
 
-    options = Options(run_file, sets or [], report, nats, keep_broker)
+    options = Options(run_file, sets or [], report, nats, keep_broker, launcher.value, address)
     console = Console(soft_wrap=not sys.stdout.isatty())  # a log file has no width
     raise typer.Exit(run_async(lambda: run_up(options, console)))

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from services.controller.attach import Run
-from services.controller.launchers.local import Exit, LocalLauncher
+from services.controller.launchers.elastic import Elastic
+from services.controller.launchers.launcher import Exit, Launcher
 from services.controller.launchers.supervision import GiveUp, Left, Restart, Supervisor
 from services.controller.launchers.telling import Teller
 from shared.errors import TransportError
@@ -34,7 +35,7 @@ class Keeper:
     def __init__(
         self,
         run: Run,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         supervisor: Supervisor,
         teller: Teller,
         say: Callable[[str, str], None],
@@ -43,20 +44,21 @@ class Keeper:
         self.run, self.launcher, self.supervisor, self.teller, self.say = run, launcher, supervisor, teller, say
         self.broker_stores = broker_stores
         """Nobody is accused of silence while the broker stores nothing."""
-        self._numbers: dict[str, tuple[str, int]] = {}
+        self.elastic = Elastic(run, launcher, supervisor, self._start)
+        self._services: dict[str, str] = {}
+        """By replica."""
         self._news = asyncio.Event()
 
-    async def start(self, services: Iterable[tuple[str, int]]) -> None:
-        """Start them all for the first time."""
-        for service, number in services:
-            self._numbers[f"{service}-{number}"] = (service, number)
-            await self._start(f"{service}-{number}")
+    async def start(self, services: Iterable[tuple[str, str]]) -> None:
+        """Start (service, replica) all for the first time."""
+        for service, replica in services:
+            await self._start(replica, service)
 
     async def keep(self) -> tuple[str, Exit]:
         """Until the run must be given up: why, and after whose exit."""
         given_up = asyncio.create_task(self._watch_exits())
         tasks: list[asyncio.Task[Any]] = [given_up]
-        tasks += [asyncio.create_task(work) for work in (self._watch_beats(), self._start_due())]
+        tasks += [asyncio.create_task(work) for work in (self._watch_beats(), self._start_due(), self.elastic.follow())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -92,12 +94,17 @@ class Keeper:
         cause = self.supervisor.watched[gone.replica].cause
         detail: dict[str, Any] = {"pid": gone.pid, "code": gone.code, "cause": cause, "lived_s": round(gone.seconds, 2)}
         detail |= {} if last is None else {"state": last.state, "progress": last.progress}
+        if isinstance(decision, GiveUp) and self.elastic.gives_up(gone.replica, how):
+            self._tell(gone.replica, "exit", f"{how}; it is not started again", detail)
+            return ""
         if isinstance(decision, GiveUp):
             self._tell(gone.replica, "exit", f"{how}; the run is given up", detail)
             return decision.why
         if isinstance(decision, Left):
-            self._tell(gone.replica, "exit", decision.say, detail)
-            self.say(decision.say, "yellow")
+            self.elastic.left(gone.replica, decision.say)
+            self._tell(gone.replica, "exit", decision.say or "left, as it was asked to", detail)
+            if decision.say:
+                self.say(decision.say, "yellow")
             return ""
         self._tell(gone.replica, "exit", decision.cause, detail | {"again_in_s": decision.delay_s})
         self._say_restart(gone, decision)
@@ -124,10 +131,11 @@ class Keeper:
             except TimeoutError:
                 continue
 
-    async def _start(self, replica: str) -> None:
-        service, number = self._numbers[replica]
-        child = await self.launcher.start(service, number)
-        now, pid = time.monotonic(), child.pid if child else 0
+    async def _start(self, replica: str, service: str = "") -> None:
+        """`service` when it is started for the first time."""
+        service = self._services.setdefault(replica, service)
+        pid = await self.launcher.start(service, replica)
+        now = time.monotonic()
         before = self.supervisor.watched.get(replica)
         if before is not None and before.died is not None:
             detail = {
@@ -157,6 +165,8 @@ class Keeper:
             now = time.monotonic()
             if now - asked > SLOW_S:
                 self.supervisor.blind()
+            for replica, child in list(self.launcher.children.items()):
+                self.supervisor.placed(replica, child.pid, now)
             for beat in beats:
                 if (back := self.supervisor.heard(beat, now)) is not None:
                     text = f"{back.replica} is back after {back.down_s:.1f} s"

@@ -18,11 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TAIL_LINES = 15
-TAIL_COLUMNS = 300
-TAIL_BYTES = 32 << 10
-REASON = "slipstream: "
-"""Begins the line in which a service says why it leaves (shared/service.py)."""
+from services.controller.launchers.launcher import REASON, Exit
+
 CANNOT_START = 126
 """Stands for the exit code of a process that the system would not start."""
 
@@ -40,35 +37,6 @@ class Child:
     @property
     def pid(self) -> int:
         return self.process.pid
-
-
-@dataclass(slots=True, frozen=True)
-class Exit:
-    """The end of a child. `code` below 0 is the signal that killed it."""
-
-    service: str
-    replica: str
-    pid: int
-    code: int
-    log: Path
-    seconds: float
-
-    @property
-    def how(self) -> str:
-        if self.code < 0:
-            return f"killed by {signal.Signals(-self.code).name}"
-        return f"exit code {self.code}"
-
-    def tail(self) -> list[str]:
-        """The last lines of its log."""
-        return tail(self.log)
-
-    @property
-    def last_words(self) -> str:
-        """What it said last of why it ended, or else the last line of its log."""
-        lines = [line for line in self.tail() if line.strip()]
-        reasons = [line.removeprefix(REASON) for line in lines if line.startswith(REASON)]
-        return (reasons or lines or [""])[-1]
 
 
 Command = Callable[[str, str], list[str]]
@@ -92,14 +60,14 @@ class LocalLauncher:
     command: Command
     logs: Path
     environment: dict[str, str] = field(default_factory=dict)
+    kind: str = "local"
     children: dict[str, Child] = field(default_factory=dict)
     exits: asyncio.Queue[Exit] = field(default_factory=asyncio.Queue)
     _watchers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def start(self, service: str, number: int) -> Child | None:
-        """Start replica `number` of `service`. None if the system cannot: that is an exit like others."""
+    async def start(self, service: str, replica: str) -> int:
+        """Start a replica; its pid. 0 if the system cannot: that is an exit like others."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        replica = f"{service}-{number}"
         path = self.logs / f"{replica}.log"
         with path.open("ab") as log:
             try:
@@ -114,10 +82,10 @@ class LocalLauncher:
             except OSError as error:
                 log.write(f"{REASON}the process cannot be started: {error}\n".encode())
                 self.exits.put_nowait(Exit(service, replica, 0, CANNOT_START, path, 0.0))
-                return None
+                return 0
         child = self.children[replica] = Child(service, replica, path, process, time.monotonic())
         self._watchers[replica] = asyncio.create_task(self._watch(child))
-        return child
+        return child.pid
 
     async def _watch(self, child: Child) -> None:
         code = await child.process.wait()
@@ -134,6 +102,11 @@ class LocalLauncher:
         """SIGKILL to one replica's process group: the only signal that a stopped process heeds."""
         if (child := self.children.get(replica)) is not None:
             _send(child, signal.SIGKILL)
+
+    def terminate(self, replica: str) -> None:
+        """SIGTERM to one replica: it drains and leaves."""
+        if (child := self.children.get(replica)) is not None:
+            _send(child, signal.SIGTERM)
 
     def _of(self, services: Sequence[str] | None) -> list[Child]:
         return [child for child in self.children.values() if services is None or child.service in services]
@@ -156,6 +129,9 @@ class LocalLauncher:
         await self.gone(drain_s, services)
         return late
 
+    async def close(self) -> None:
+        """It holds nothing else."""
+
 
 def _send(child: Child, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it ended by itself in this moment; its exit is on the way
@@ -163,12 +139,3 @@ def _send(child: Child, number: signal.Signals) -> None:
             os.killpg(child.pid, number)
         else:
             os.kill(child.pid, number)
-
-
-def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log file."""
-    with path.open("rb") as log:
-        log.seek(0, os.SEEK_END)
-        log.seek(max(0, log.tell() - TAIL_BYTES))
-        last = log.read().decode(errors="replace").splitlines()[-lines:]
-    return [line if len(line) <= TAIL_COLUMNS else f"{line[:TAIL_COLUMNS]}..." for line in last]

@@ -48,6 +48,7 @@ MAY_CHANGE = (
     "dcs.bucket_mb",
     "dcs.keep_snapshots",
     "controller",
+    "ray",
     "broker",
 )
 """Fields, and sections with all that is in them, that neither the data, nor the policy, nor the staleness bound depend on."""

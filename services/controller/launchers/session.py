@@ -21,11 +21,10 @@ from services.controller.attach import Run
 from services.controller.launchers.broker import PrivateBroker
 from services.controller.launchers.broker_keeper import BrokerKeeper
 from services.controller.launchers.keeper import Keeper
-from services.controller.launchers.local import LocalLauncher
+from services.controller.launchers.launcher import Launcher
 from services.controller.launchers.supervision import Rules, Supervisor
 from services.controller.launchers.telling import Teller
 from services.controller.view import RunView, event_line, follow
-from shared import columns
 from shared.config import RunConfig
 from shared.errors import TransportError
 
@@ -35,6 +34,8 @@ POLL_S = 1.0
 CATCH_UP_S = 10.0
 BROKER_LOST = 3
 """Exit code."""
+FIXED = (("dcs", "dcs-0"), ("controller", "controller-0"), ("trainer", "trainer-0"))
+"""(service, replica) of which there is one; the others are as many as the run's record wants (elastic.py)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,19 +65,6 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def services_of(config: RunConfig) -> list[tuple[str, int]]:
-    """(service, number) of all that `up` starts, in the order of starting."""
-    counts = {
-        "dcs": 1,
-        "controller": 1,
-        "trainer": 1,
-        "reward": config.reward.replicas,
-        "rollout": config.rollout.replicas,
-        **{role: config.replicas_of(role) for role in columns.stages(config)},
-    }
-    return [(service, number) for service, count in counts.items() for number in range(count)]
-
-
 class Session:
     """Watches a run until it ends. The live view is part of it."""
 
@@ -84,7 +72,7 @@ class Session:
         self,
         config: RunConfig,
         run: Run,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         broker: PrivateBroker | None,
         interrupts: Interrupts,
         console: Console,
@@ -104,7 +92,7 @@ class Session:
 
     async def start(self) -> None:
         self._helpers = [asyncio.create_task(self._show()), asyncio.create_task(self.broker_keeper.watch())]
-        await self.keeper.start(services_of(self.config))
+        await self.keeper.start([*FIXED, *await self.keeper.elastic.first(self.config)])
         self.teller.tell("up", "up", "started", f"{len(self.launcher.children)} services", host="local")
 
     async def wait(self) -> Outcome:

@@ -23,7 +23,15 @@ from typing import Literal
 from shared.records import Heartbeat
 
 START_STATES = frozenset(
-    {"", "starting", "loading model", "fetching weights", "waiting for weights", "starting engine"}
+    {
+        "",
+        "starting",
+        "loading model",
+        "fetching weights",
+        "waiting for weights",
+        "starting engine",
+        "waiting for engine",
+    }
 )
 """States of a replica that has not come up yet."""
 KEEPS_PROGRESS = frozenset({"trainer"})
@@ -126,6 +134,8 @@ class Watched:
     """Why it was to be killed."""
     cause: str = ""
     """Of its last death."""
+    released: bool = False
+    """It was asked to leave: its end is no death."""
     told: set[str] = field(default_factory=set)
     """Topics of news that were told and still hold."""
 
@@ -142,11 +152,33 @@ class Supervisor:
         """A process was started for it."""
         one = self.watched.setdefault(replica, Watched(service))
         one.phase, one.pid, one.started = "starting", pid, now
-        one.silent_s, one.heard, one.accused = 0.0, None, ""
+        one.silent_s, one.heard, one.accused, one.released = 0.0, None, "", False
+
+    def release(self, replica: str) -> bool:
+        """It is to leave, and not to be started again. True if its process may still be there."""
+        one = self.watched.get(replica)
+        if one is None or one.phase == "left":
+            return False
+        there = one.phase != "dead"
+        one.released, one.phase = True, one.phase if there else "left"
+        return there
+
+    def placed(self, replica: str, pid: int, now: float) -> None:
+        """A process whose pid was not known when it was started: a cluster had to find room for it first."""
+        one = self.watched[replica]
+        if not one.pid and one.phase != "left":
+            one.pid, one.started = pid, now
+
+    def left(self, replica: str) -> None:
+        """It will not be started again."""
+        self.watched[replica].phase = "left"
 
     def exited(self, replica: str, code: int, how: str, now: float) -> Decision:
         """Its process ended, while the run is not over. `code` below 0 is a signal."""
         one = self.watched[replica]
+        if one.released:
+            one.phase, one.died = "left", None
+            return Left("")
         steady = one.phase == "working" and now - one.up_since - one.silent_s >= self.rules.steady_s
         if one.died is None:
             one.died = now
@@ -192,7 +224,7 @@ class Supervisor:
         self._looked = now
         hung = []
         for replica, one in self.watched.items():
-            if one.phase not in ("starting", "working") or one.accused:
+            if one.phase not in ("starting", "working") or one.accused or not one.pid:
                 continue
             one.silent_s += passed
             limit = self.rules.start_s if one.heard is None else self.rules.silent_s

@@ -23,6 +23,7 @@ from services.controller import report
 from services.controller.attach import Run, attach
 from services.controller.evidence import gather
 from services.controller.launchers.broker import PrivateBroker
+from services.controller.launchers.launcher import Launcher
 from services.controller.launchers.local import Command, LocalLauncher, serve_command
 from services.controller.launchers.model import ensure_model
 from services.controller.launchers.resume import settle
@@ -44,6 +45,10 @@ class Options:
     report: Path | None = None
     nats: str | None = None
     keep_broker: bool = False
+    launcher: str = "local"
+    """local | ray"""
+    address: str = "auto"
+    """Of the Ray cluster: auto, local (one of its own), or host:port."""
     command: Callable[[str, str], Command] = serve_command
     """(broker's URL, run) -> what starts a service; tests put stand-ins here."""
 
@@ -76,7 +81,7 @@ async def _run(
         console.print(f"the run {config.run!r} is finished; raise `steps` to go on with it, or take another name")
         return await _report(run, options, config, console, Outcome("finished", 0))
     await run.set_state("running")
-    launcher = LocalLauncher(options.command(run.url, config.run), config.work_path / "logs")
+    launcher = await the_launcher(config, run, options)
     session = Session(config, run, launcher, broker, interrupts, console)
     try:
         await session.start()
@@ -89,10 +94,22 @@ async def _run(
     finally:
         await session.close()
         launcher.signal(signal.SIGKILL)  # nothing is left unless the lines above raised
+        await launcher.close()
     if outcome.code == BROKER_LOST:  # and with it everything that a report could be made of
         console.print(outcome.why, markup=False, highlight=False)
         return BROKER_LOST
     return await _report(run, options, config, console, outcome)
+
+
+async def the_launcher(config: RunConfig, run: Run, options: Options) -> Launcher:
+    """Raises ConfigError if there is no Ray, or no such cluster."""
+    if options.launcher == "local":
+        return LocalLauncher(options.command(run.url, config.run), config.work_path / "logs")
+    try:
+        from services.controller.launchers.ray import RayLauncher
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--launcher ray needs {error.name!r}: pip install 'slipstream-rl[ray]'") from error
+    return await RayLauncher.connect(config, run.url, options.address)
 
 
 async def drain(session: Session, outcome: Outcome, console: Console) -> None:
