@@ -34,6 +34,8 @@ class Caution:
         """Groups that run beside each other; whether one runs alone."""
         self.suspects = 0
         """In hand, to run alone: nobody else is let in."""
+        self.returning = 0
+        """Rested, and waiting to go on."""
         self._since = time.monotonic()
         self.changed = asyncio.Condition()
 
@@ -46,6 +48,9 @@ class Caution:
         if self.allowed < self.most and (came_through or time.monotonic() - self._since > RAMP_S):
             self.allowed, self._since = min(self.most, self.allowed * 2), time.monotonic()
             await self.tell()
+
+    def has_room(self, returning: bool) -> bool:
+        return self.held < self.allowed and not self.suspects and (returning or not self.returning)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Place]:
@@ -87,15 +92,25 @@ class Place:
         self.leave()
         await self.caution.tell()
         yield
-        await self.enter()
+        await self.enter(returning=True)
 
-    async def enter(self) -> None:
+    async def enter(self, returning: bool = False) -> None:
+        """One that comes back from its rest goes before those who would only ask for a prompt."""
         caution = self.caution
-        if not self.suspect:
+        if self.suspect:
+            return await self._enter_alone()
+        caution.returning += returning
+        try:
             async with caution.changed:
-                await caution.changed.wait_for(lambda: caution.held < caution.allowed and not caution.suspects)
+                await caution.changed.wait_for(lambda: caution.has_room(returning))
                 caution.held, self.state = caution.held + 1, "beside"
-            return
+        finally:
+            caution.returning -= returning
+        if returning:
+            await caution.tell()
+
+    async def _enter_alone(self) -> None:
+        caution = self.caution
         caution.suspects += 1
         try:
             async with caution.changed:

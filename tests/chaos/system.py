@@ -21,7 +21,7 @@ from services.controller.attach import Run, attach
 from services.controller.launchers.broker import read_address
 from services.dcs import snapshots
 from shared import wire
-from shared.records import Receipt
+from shared.records import Event, Receipt
 from tests.shared.runs import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
@@ -102,6 +102,16 @@ class System:
     async def says(self, words: str) -> None:
         await until(lambda: words in self.text or not self.running, f"up says {words!r}", DEADLINE_S)
         assert words in self.text, self.text[-6000:]
+
+    async def happens(self, run: Run, kind: str, replica: str) -> None:
+        """Until such an event is on record. (Of many at once `up` prints the last ones only.)"""
+
+        async def told() -> bool:
+            events = [wire.decode(data, Event) async for data, _ in run.queue.read("events")]
+            return not self.running or any((event.kind, event.replica) == (kind, replica) for event in events)
+
+        await until(told, f"{kind} of {replica}", DEADLINE_S)
+        assert self.running, self.text[-6000:]
 
     def report(self) -> dict[str, Any]:
         return json.loads((self.folder / "report.json").read_text())

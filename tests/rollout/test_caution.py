@@ -108,6 +108,34 @@ async def test_what_waits_for_weights_is_in_nobodys_way():
     assert (places.held, places.suspects, places.alone) == (0, 0, False)
 
 
+async def test_who_comes_back_from_a_rest_goes_before_who_asks_for_a_prompt():
+    """With one place and many slots, each of which holds it while it asks, a group in hand would wait for all of them."""
+    places, weights, log = Caution(1, 5), asyncio.Event(), list[str]()
+
+    async def ask(name: str) -> None:
+        async with places.place():
+            await weights.wait()
+            await asyncio.sleep(0.01)
+            log.append(name)
+
+    async def draw() -> None:
+        async with places.place() as place:
+            async with place.resting():
+                await weights.wait()
+            log.append("drawn")
+
+    work = [asyncio.create_task(draw())]
+    for number in range(4):
+        work.append(asyncio.create_task(ask(str(number))))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert places.held == 1
+    weights.set()
+    await asyncio.wait_for(asyncio.gather(*work), 5)
+    assert log[:2] == ["0", "drawn"], "it comes next"
+    assert (places.held, places.suspects, places.returning) == (0, 0, 0)
+
+
 async def test_a_suspect_that_is_cancelled_leaves_the_places_usable():
     slots = Slots(Caution(2, 5))
     slots.start("a")
