@@ -6,7 +6,7 @@ A placement group holds a bundle for each rank, all or none; an actor in each st
 torchrun's variables, so that a rank is the same program everywhere (channel.py). SIGTERM and SIGINT go to rank 0, which drains
 and lets the others go. The exit code is rank 0's; if the group does not come together, or a node is lost, it is 1. No rank
 outlives its actor or this program. Each node needs Slipstream at the same path, the model, and the work folder.
-tests/trainer/test_ray_ranks.py, with Ray installed.
+tests/ray/test_trainer_ranks.py (`make test-ray`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks as Ray actors train the example, and its books balance. Skipped where Ray is not installed."""
+"""Two tensor-parallel ranks as Ray actors train the example, and its books balance. `make test-ray`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.test_run import DEADLINE_S, EXAMPLE, Example
 from tests.e2e.test_trainer_ranks import RANKS, balanced
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture
