@@ -2,6 +2,9 @@
 # make demo      watch a tiny model learn, through the whole system
 # make test      the tests of every commit, real processes and a real broker
 # make test-chaos   bit-identical runs over kills at every point of a step, the protocol's model, a short schedule of kills
+# make install-sglang   real SGLang for a CPU, in .venv-sglang
+# make demo-sglang   the demo with two SGLang servers as its replicas
+# make test-sglang   the contract suite and a whole run with real SGLang servers
 # make test-large   with a pretrained model of 135 million parameters, which it downloads
 # make test-sinks   TensorBoard, W&B, ClearML and Apprise with the real packages
 # make test-ray   the demo as actors of a Ray cluster on this machine, scaled and harmed in mid-run
@@ -10,12 +13,13 @@
 # make bench     each benchmark prints a ratio against a named baseline, or seconds against an aim
 PYTHON ?= python3
 VENV := .venv
+SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install demo test test-chaos test-large test-sinks test-ray chaos check bench clean
+.PHONY: install install-sglang demo demo-sglang test test-sglang test-chaos test-large test-sinks test-ray chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -28,12 +32,27 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[dev]'
 	touch $@
 
+install-sglang: $(SGLANG)/.installed
+
+$(SGLANG)/.installed: requirements-sglang-cpu.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet torch==2.13.0
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps --requirement requirements-sglang-cpu.txt
+	touch $@
+
 demo: install
 	rm -rf runs/sort-letters
 	$(BIN)/slipstream up examples/sort_letters/run.yaml --set seed=$(SEED) --report report.json
 
+demo-sglang: install install-sglang
+	rm -rf runs/sort-letters-sglang
+	$(BIN)/slipstream up examples/sort_letters/sglang.yaml --set seed=$(SEED) --report report.json
+
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --ignore tests/chaos
+
+test-sglang: $(VENV)/.installed-dev install-sglang
+	$(BIN)/python -m pytest -m sglang tests/contract tests/e2e
 
 test-chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/chaos
@@ -70,4 +89,4 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.vs_trl
 
 clean:
-	rm -rf $(VENV) runs report.json
+	rm -rf $(VENV) $(SGLANG) runs report.json

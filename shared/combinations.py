@@ -45,6 +45,7 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     yield from _stages(run)
     yield from _kl(run.algorithm)
     yield from _own(run)
+    yield from _engine(run)
     yield from _deterministic(run)
 
 
@@ -132,6 +133,32 @@ def _kl(options: PolicyOptions) -> Iterator[str]:
         yield (
             "algorithm.kl.estimator: the gradient of 'k1' as a loss is zero in expectation, so it restrains nothing; use 'k2' or "
             "'k3', set kl.unbiased: true, or kl.use: reward"
+        )
+
+
+def _engine(run: RunConfig) -> Iterator[str]:
+    rollout = run.rollout
+    if (rollout.engine == "external") != (rollout.url is not None):
+        yield (
+            "rollout.url: an external engine needs the address of its server, and only an external one has any use for it; "
+            f"rollout.engine is {rollout.engine!r}"
+        )
+    if rollout.engine == "external" and rollout.replicas > 1 and "{" not in (rollout.url or "{"):
+        yield (
+            f"rollout.url: {rollout.replicas} replicas would share one server, whose weights and requests each takes for its "
+            "own; name one for each with {replica} or {index}"
+        )
+    if rollout.engine == "external" and (roles := columns.stages(run)):
+        yield f"rollout.engine: the {roles[0]} needs an engine that its service starts; use sglang or light"
+    if run.deterministic and rollout.engine != "light":
+        yield (
+            "rollout.engine: deterministic: true needs samples that do not depend on what is drawn beside them, which only the "
+            "light engine promises; use it"
+        )
+    if rollout.on_new_weights == "in_place" and not rollout.sglang_hooks:
+        yield (
+            "rollout.on_new_weights: 'in_place' with sglang_hooks: false would keep a cache of old weights for new requests; "
+            "use 'retract' or 'abort'"
         )
 
 

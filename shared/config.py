@@ -127,7 +127,9 @@ class RunConfig(Section):
         if self.eval.min_reward is not None and self.eval.prompts is None:
             raise ValueError("eval.min_reward: needs eval.prompts, the held-out prompts to measure it on")
         if self.rollout.sglang and self.rollout.engine != "sglang":
-            raise ValueError("rollout.sglang: options given, but rollout.engine is 'light'; set rollout.engine: sglang")
+            raise ValueError(
+                f"rollout.sglang: options given, but rollout.engine is {self.rollout.engine!r}; set rollout.engine: sglang"
+            )
         if found := list(conflicts(self)):
             raise ValueError("\n  ".join(found))
         if self.algorithm.max_tokens is None:

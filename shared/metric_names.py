@@ -164,7 +164,12 @@ DECLARED: tuple[Declared, ...] = (
         groups_total="groups finished",
         samples_total="samples finished",
         tokens_total="completion tokens of finished groups",
-        samples_kept_total="samples taken over from a replica that died",
+        samples_kept_total="samples taken over, finished or begun, from a replica that died or stopped",
+        samples_interrupted_total="interruptions that samples continued from",
+        samples_truncated_total="samples cut off at `sampling.max_new_tokens`",
+        samples_nonfinite_total="samples with a token whose log-probability is no number",
+        engine_errors_total="requests that the engine refused or failed in",
+        engine_timeouts_total="requests that the engine did not answer in time",
     ),
     *_gauge(ROLLOUT, "groups", running="groups being sampled, of `rollout.max_running_groups`"),
     *_counter(

@@ -111,6 +111,28 @@ class Samples:
         """[G + 1] where each sample starts in the token columns."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
+    @property
+    def owners(self) -> np.ndarray:
+        """[N] the sample that each token belongs to."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def split(self) -> list[Samples]:
+        """Each sample by itself: the inverse of `join`."""
+        return [self._one(index) for index in range(len(self.lengths))]
+
+    def _one(self, index: int) -> Samples:
+        tokens = slice(*self.offsets[index : index + 2])
+        mine = self.span_sample == index
+        columns = {name: getattr(self, name)[tokens] for name in ("ids", "logprobs", "mask")}
+        columns |= {name: getattr(self, name)[mine] for name in ("span_start", "span_end", "span_version", "span_step")}
+        return Samples(
+            lengths=self.lengths[index : index + 1],
+            finish=[self.finish[index]],
+            texts=[self.texts[index]],
+            span_sample=ints(np.zeros(int(mine.sum()))),
+            **columns,
+        )
+
     @classmethod
     def join(cls, parts: Sequence[Samples]) -> Samples:
         """The samples of all parts, in their order. Who drew them is the caller's to say."""

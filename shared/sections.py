@@ -202,12 +202,17 @@ class CriticConfig(Section):
 class RolloutConfig(Section):
     replicas: int = Field(1, ge=1)
     """Rollout processes that `slipstream up` starts."""
-    engine: Literal["light", "sglang"] = "light"
-    """light: a small batched sampler on plain torch with SGLang's HTTP API; sglang: SGLang itself."""
+    engine: Literal["light", "sglang", "external"] = "light"
+    """light: a small batched sampler on plain torch with SGLang's HTTP API; sglang: SGLang itself, as the replica's child;
+    external: an SGLang server that somebody else runs, at `url`."""
+    url: str | None = None
+    """Of an external server, which must see the replica's files. `{replica}` and `{index}` (the number at the end of the
+    replica's name) are filled in: each replica needs a server of its own."""
     max_running_groups: int = Field(16, ge=1)
     """Prompt groups that a replica works on at once; it never holds more than these."""
-    on_new_weights: Literal["retract", "in_place"] = "retract"
-    """Running requests at a switch: recompute their KV cache under the new weights, or keep it."""
+    on_new_weights: Literal["retract", "in_place", "abort"] = "retract"
+    """Running requests at a switch: recompute their KV cache under the new weights, keep it, or end them and continue from
+    their tokens in a new request."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine runs."""
     threads: int = Field(1, ge=1)
@@ -227,6 +232,10 @@ class RolloutConfig(Section):
     """Options of the light engine's command line, without the dashes."""
     sglang: dict[str, Any] = Field({})
     """Options of `sglang.launch_server` under their own names."""
+    sglang_python: str | None = None
+    """Interpreter of SGLang's environment. None: that of `make install-sglang`, else the replica's own."""
+    sglang_hooks: bool = True
+    """False: SGLang without our endpoints for weights; versions then come as files, and generation pauses while they load."""
 
 
 class DcsConfig(Section):

@@ -1,14 +1,16 @@
 """An engine that runs elsewhere: an SGLang server that was registered by URL, and that this worker attends to.
 
-The scale operation that registered it names the URL in the record of wanted replicas. The engine is given the newest verified
-weights by path (it must see the folder: the same host or a shared file system), and takes part in broadcasts from then on. One
-that cannot be reached at first, or that serves another model, is a ConfigError: this worker ends and the operation fails with its
-words. One that goes away later is waited for, since whoever runs it brings it back. tests/rollout/test_elsewhere.py.
+The scale operation that registered it names the URL in the record of wanted replicas, or the run file does so for all of them
+(`rollout.engine: external`). The engine is given the newest verified weights by path (it must see the folder: the same host or a
+shared file system), and takes part in broadcasts from then on. One that cannot be reached at first, or that serves another model,
+is a ConfigError: this worker ends and the operation fails with its words. One that goes away later is waited for, since whoever
+runs it brings it back. tests/rollout/test_elsewhere.py.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 
 from services.rollout.engine_weights import EngineWeights, WeightsRefused
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
@@ -25,9 +27,19 @@ STATE = "waiting for engine"
 
 
 async def engine_url(ctx: Context) -> str:
-    """Where this replica's engine runs; '' if it is to start one of its own."""
+    """Where this replica's engine runs; '' if it is to start one of its own. Raises ConfigError."""
     record = wanted.load(await ctx.kv.get(wanted.KEY))
-    return record.replicas.get(ctx.replica, {}).get("engine_url", "")
+    url: str = record.replicas.get(ctx.replica, {}).get("engine_url", "")
+    return url or url_of(ctx.config.rollout.url or "", ctx.replica)
+
+
+def url_of(pattern: str, replica: str) -> str:
+    """`rollout.url` for one replica."""
+    number = re.search(r"(\d+)$", replica)
+    try:
+        return pattern.format(replica=replica, index=number.group(1) if number else "")
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"rollout.url: {pattern!r} may hold {{replica}} and {{index}} only") from error
 
 
 async def reach(ctx: Context, url: str, *, again: bool) -> bool:

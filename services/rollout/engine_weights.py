@@ -1,9 +1,11 @@
 """Puts new weights into an engine: received by broadcast or loaded from a folder, verified, and only then served.
 
 An engine that stages (`/server_info` says `staged_updates`) generates on while it receives; its staged copy is verified and
-switched in between two steps, or dropped. Another engine is paused first and overwritten in place; if that fails it stays
-paused, because it may hold half of each, until `load` gave it verified weights. An engine that cannot tell sha256 checksums
-under Hugging Face names (`verifiable` False) is only ever given verified files. tests/dcs/test_receiver.py.
+switched in between two steps, or dropped. What happens to running requests then is `rollout.on_new_weights`; with `abort` they
+are ended with what they have, and continue from their tokens (draw.py). Another engine is paused first and overwritten in
+place; if that fails it stays paused, because it may hold half of each, until `load` gave it verified weights. An engine that
+cannot tell sha256 checksums under Hugging Face names (`verifiable` False) is only ever given verified files.
+tests/dcs/test_receiver.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from services.dcs.digest import TensorSpec, differences
 from services.dcs.versions import JOIN_S
-from services.rollout.engines.client import EngineClient, EngineDead, EngineError, SwitchMode
+from services.rollout.engines.client import EngineClient, EngineDead, EngineError, PauseMode, SwitchMode
 from shared.records import Announcement
 
 log = logging.getLogger(__name__)
@@ -29,14 +31,19 @@ class WeightsRefused(RuntimeError):
 class EngineWeights:
     """The weights of one running engine."""
 
-    def __init__(self, engine: EngineClient, mode: SwitchMode, *, stages: bool, verifiable: bool) -> None:
-        self._engine, self._mode = engine, mode
+    def __init__(
+        self, engine: EngineClient, mode: PauseMode, *, stages: bool, verifiable: bool, ranks: int = 1
+    ) -> None:
+        self.ranks = ranks
+        """Members of the broadcast group that this engine is."""
+        self._engine, self._on_new = engine, mode
+        self._mode: SwitchMode = "in_place" if mode == "in_place" else "retract"
         self.stages, self.verifiable = stages, verifiable
         self._group = ""
 
     @classmethod
     async def attach(
-        cls, engine: EngineClient, mode: SwitchMode, version: int, tensors: Sequence[TensorSpec]
+        cls, engine: EngineClient, mode: PauseMode, version: int, tensors: Sequence[TensorSpec]
     ) -> EngineWeights:
         """Take over an engine that was started on `tensors`. Raises WeightsRefused if it holds others."""
         weights, held = await cls.of(engine, mode, tensors)
@@ -46,7 +53,7 @@ class EngineWeights:
 
     @classmethod
     async def of(
-        cls, engine: EngineClient, mode: SwitchMode, tensors: Sequence[TensorSpec]
+        cls, engine: EngineClient, mode: PauseMode, tensors: Sequence[TensorSpec]
     ) -> tuple[EngineWeights, dict[str, str]]:
         """For an engine that may hold anything, and the checksums of what it holds."""
         info = await engine.server_info()
@@ -55,6 +62,7 @@ class EngineWeights:
             engine,
             mode,
             stages=bool(info.get("staged_updates")),
+            ranks=int(info.get("tp_size") or 1),
             verifiable=any(len(held.get(spec.name, "")) == len(spec.sha256) for spec in tensors),
         )
         return weights, held
@@ -144,6 +152,8 @@ class EngineWeights:
             await self._engine.end_update(commit=False)
             raise
         with timed(seconds, "switch"):
+            if self._on_new == "abort":
+                await self._engine.abort(everything=True)
             await self._engine.end_update(commit=True, weight_version=version, mode=self._mode)
 
     @asynccontextmanager
@@ -151,7 +161,7 @@ class EngineWeights:
         self, tensors: Sequence[TensorSpec], seconds: dict[str, float], session: bool
     ) -> AsyncIterator[None]:
         """The body overwrites the live weights; generation goes on only if they are verified then."""
-        await self._engine.pause(self._mode)
+        await self._engine.pause(self._on_new)
         if session:
             await self._engine.begin_update()
         try:

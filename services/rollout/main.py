@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -26,8 +27,8 @@ from services.dcs.client import DcsUnavailable
 from services.rollout import elsewhere
 from services.rollout.caution import Caution, Place, at_work
 from services.rollout.draw import Drawer
-from services.rollout.engines.client import EngineClient, EngineDead, EngineError
-from services.rollout.engines.process import STOP_GRACE_S, EngineKilled, EngineProcess, EngineStartError
+from services.rollout.engines.client import EngineClient, EngineDead, EngineError, EngineTimeout
+from services.rollout.engines.process import EngineKilled, EngineProcess, EngineStartError, vocabulary
 from services.rollout.engines.watch import until_hung
 from services.rollout.episodes import Aborted, EpisodeError
 from services.rollout.tries import LAST_RESORT, Tries
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 15.0)
+HAND_OVER_S = 5.0
+"""What the engine may take to end its requests and the broker to store what they have."""
 STEADY_S = 30.0
 """An engine that served for so long was no failed try: the next one is started at once."""
 
@@ -99,14 +102,15 @@ async def _with_engine(ctx: Context, cache: Path, caution: Caution, url: str) ->
         if (start := await ctx.vouch(receiver.bootstrap())) is None:
             return
         await ctx.beat("starting engine")
+        vocab = vocabulary(start.folder)
         if url:
-            engine = await stack.enter_async_context(EngineClient(url))
+            engine = await stack.enter_async_context(EngineClient(url, vocab=vocab))
             await elsewhere.give_weights(ctx, engine, start)
         else:
             starting = EngineProcess.start_for(ctx.config, start.folder, weight_version=str(start.version))
             process = await ctx.vouch(starting)
             stack.push_async_exit(_ending(ctx, process))
-            engine = await stack.enter_async_context(EngineClient(process.url))
+            engine = await stack.enter_async_context(EngineClient(process.url, vocab=vocab))
         await ctx.vouch(receiver.attach(engine, start))
         tokenizer = await ctx.compute(Tokenizer, start.folder)
         await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)
@@ -117,7 +121,7 @@ def _ending(ctx: Context, process: EngineProcess) -> Callable[..., Awaitable[Non
     """Ends the engine with the block that used it: with time to finish, or at once if it hangs or is gone already."""
 
     async def end(_: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        await ctx.vouch(process.stop(0.0 if isinstance(error, EngineDead) else STOP_GRACE_S))
+        await ctx.vouch(process.stop(0.0 if isinstance(error, EngineDead) else None))
 
     return end
 
@@ -133,6 +137,7 @@ class Worker:
         self.caution = caution
         self.tries = Tries(ctx.kv, ctx.config.rollout.max_deliveries)
         self.running = self.groups = self.samples = self.tokens = 0
+        self.engine_errors = self.engine_timeouts = 0
         self._changed = time.monotonic()
 
     async def run(self) -> None:
@@ -216,12 +221,20 @@ class Worker:
             samples_total=self.samples,
             tokens_total=self.tokens,
             running=self.running,
-            samples_kept_total=self.drawer.kept,
+            engine_errors_total=self.engine_errors,
+            engine_timeouts_total=self.engine_timeouts,
+            **{f"samples_{name}_total": count for name, count in asdict(self.drawer.counts).items()},
         )
 
     async def _drain(self, slots: list[asyncio.Task[None]]) -> None:
-        """Let what is running finish; whatever does not in time goes back to the queue."""
+        """Let what is running finish. What does not in time is ended with the tokens it has, for the next replica to continue,
+        and goes back to the queue."""
         _, late = await asyncio.wait(slots, timeout=self.ctx.config.drain_timeout_s)
+        if late:
+            self.drawer.stopping = True
+            with suppress(EngineError):
+                await self.engine.abort(everything=True)
+            _, late = await asyncio.wait(late, timeout=HAND_OVER_S)
         for task in late:
             task.cancel()
         await asyncio.gather(*slots, return_exceptions=True)
@@ -244,6 +257,8 @@ class Worker:
             await delivery.nak()
             raise
         except Exception as error:  # whatever a group does costs that group a delivery, and not the replica
+            self.engine_timeouts += isinstance(error, EngineTimeout)
+            self.engine_errors += isinstance(error, EngineError) and not isinstance(error, EngineTimeout)
             text = f"{delivery.msg_id}: {type(error).__name__}: {error}"
             log.warning("%s", text, exc_info=not isinstance(error, EngineError | EpisodeError | wire.WireError))
             await self.ctx.events.publish("episode_failed", text, group=delivery.msg_id, delivery=delivery.delivered)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
-from services.rollout.engines.process import EngineProcess, EngineStartError
+from services.rollout.engines.process import EngineProcess, EngineStartError, vocabulary
 from services.rollout.scores import ScoreError, score_columns, score_request
 from services.trainer import references
 from services.trainer.model_folder import ModelFolderError, check_same_vocabulary
@@ -83,7 +83,7 @@ class Stage:
         async with AsyncExitStack() as stack:
             process = await ctx.vouch(EngineProcess.start_for(self.config, folder, weight_version=str(self.step)))
             stack.push_async_callback(process.stop)
-            self.engine = await stack.enter_async_context(EngineClient(process.url))
+            self.engine = await stack.enter_async_context(EngineClient(process.url, vocab=vocabulary(folder)))
             await ctx.events.publish("joined", f"scoring with {folder}", step=self.step)
             await self.run()
 

@@ -67,8 +67,8 @@ class Start:
 class WeightReceiver:
     """The weights of one engine. A new engine takes a new receiver."""
 
-    def __init__(self, ctx: Context, cache: Path, world_size: int = 1) -> None:
-        self._ctx, self._cache, self._world_size = ctx, cache, world_size
+    def __init__(self, ctx: Context, cache: Path) -> None:
+        self._ctx, self._cache = ctx, cache
         self._dcs = DcsClient(ctx.kv)
         self._incarnation = uuid.uuid4().hex
         self.version, self.step = -1, -1
@@ -320,11 +320,10 @@ class WeightReceiver:
     async def _join(self) -> None:
         """Into the group, or again into it after it was left behind; what is far or cannot be verified stays outside."""
         assert self._weights is not None
+        ranks = self._weights.ranks
         if self._leaving or self._far or not self._weights.verifiable:
             return
-        await self._ask(
-            lambda: self._dcs.join(self._ctx.replica, incarnation=self._incarnation, world_size=self._world_size)
-        )
+        await self._ask(lambda: self._dcs.join(self._ctx.replica, incarnation=self._incarnation, world_size=ranks))
 
     async def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
         """Ask the DCS, waiting for one that is away until the service is to stop."""

@@ -1,6 +1,6 @@
 """The other side of a distributed update: rank 0, which hosts the store and broadcasts. A process of its own.
 
-    python -m tests.rollout.publisher A_FOLDER B_FOLDER
+    python -m tests.rollout.publisher A_FOLDER B_FOLDER [RECEIVERS]
 
 Prints the store's port, joins, sends B in two flattened buckets and then A tensor by tensor, waits for a line on stdin, and is
 gone in the middle of a third update.
@@ -20,10 +20,10 @@ GROUP = "weights"
 TIMEOUT_S = 20.0
 
 
-def main(a_folder: str, b_folder: str) -> None:
+def main(a_folder: str, b_folder: str, receivers: str = "1") -> None:
     store = collective.host_store(TIMEOUT_S)
     print(store.port, flush=True)
-    group = collective.join("127.0.0.1", store.port, 2, 0, GROUP, "gloo", TIMEOUT_S, store)
+    group = collective.join("127.0.0.1", store.port, 1 + int(receivers), 0, GROUP, "gloo", TIMEOUT_S, store)
     b = load_file(f"{b_folder}/model.safetensors")
     for names in halves(b):
         bucket = torch.cat([b[name].flatten().view(torch.uint8) for name in names])

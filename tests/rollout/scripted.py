@@ -31,6 +31,9 @@ class Engine:
         self.requests: list[dict[str, Any]] = []
         self.held: dict[int, asyncio.Event] = {}
         self.during: Callable[[], None] = lambda: None
+        self.interruptions = 0
+        """So many of the next samples end after one token, aborted from outside."""
+        self.logprob: float | None = -0.5
 
     def hold(self, *indices: int) -> None:
         self.held |= {index: asyncio.Event() for index in indices}
@@ -51,9 +54,14 @@ class Engine:
         versions.append({"version": str(self.version), "start": 1, "end": 2})
         if self.version == first:
             versions = [{"version": str(first), "start": 0, "end": 2}]
+        finish: dict[str, Any] = {"type": "stop"}
+        if self.interruptions:
+            self.interruptions -= 1
+            ids, versions = ids[:1], [{"version": str(first), "start": 0, "end": 1}]
+            finish = {"type": "abort", "message": "aborted from outside", "status_code": 499}
         meta = {
-            "finish_reason": {"type": "stop"},
-            "output_token_logprobs": [[-0.5, token] for token in ids],
+            "finish_reason": finish,
+            "output_token_logprobs": [[self.logprob, token] for token in ids],
             "weight_versions": versions,
         }
         return {"output_ids": ids, "meta_info": meta}

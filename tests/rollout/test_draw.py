@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.rollout.draw import Drawer
 from services.rollout.engines.client import EngineDead
+from services.rollout.episodes import Aborted
 from shared import wire
 from shared.broker import EmbeddedBroker
 from shared.jetstream import Connection
@@ -95,7 +97,7 @@ async def test_the_next_replica_draws_only_what_is_missing(ctx: Context) -> None
     assert samples.texts == ["39", "49", "59", "69"]
     assert samples.replicas == ["r0", "r1", "r0", "r1"]
     assert samples.span_version.tolist() == [1, 2, 1, 2]
-    assert taking_over.kept == 2
+    assert taking_over.counts.kept == 2
     await taking_over.forget(group())
     assert await stored(ctx) == {}
 
@@ -117,6 +119,74 @@ async def test_a_deterministic_run_keeps_only_what_it_would_draw_itself(ctx: Con
     assert len(engine.requests) == 4
     again = await drawer(ctx, Engine(version=3), "r2").draw(group(min_step=2), PROMPT, delivery(3))
     assert again.replicas == ["r0"] * 4
+
+
+async def test_an_interrupted_sample_continues_from_its_tokens(ctx: Context) -> None:
+    """Each token under the version that drew it, in one request or in many."""
+    for tokens in (100, 1000):
+        engine = Engine(version=4)
+        engine.interruptions = 2
+
+        def switch(engine: Engine = engine) -> None:
+            engine.version = 5 if len(engine.requests) > 1 else 4
+
+        engine.during = switch
+        mine = drawer(ctx, engine)
+        samples = await mine.draw(group(n=2, tokens=tokens, seed=None), PROMPT, delivery())
+        assert mine.counts.interrupted == 2
+        first, *_, last = engine.requests
+        assert last["input_ids"][: len(PROMPT)] == PROMPT
+        assert len(last["input_ids"]) == len(PROMPT) + 1
+        assert last["sampling_params"]["max_new_tokens"] == first["sampling_params"]["max_new_tokens"] - 1
+        assert samples.lengths.tolist() == [3, 3]
+        assert samples.finish == ["stop", "stop"]
+        assert [(one.span_version[0], one.span_version[-1]) for one in samples.split()] == [(4, 5), (4, 5)]
+        await mine.forget(group(n=2))
+
+
+async def test_a_continuation_draws_with_other_numbers(ctx: Context) -> None:
+    engine = Engine()
+    engine.interruptions = 1
+    await drawer(ctx, engine).draw(group(n=1, tokens=100), PROMPT, delivery())
+    first, second = (request["sampling_params"]["sampling_seed"] for request in engine.requests)
+    assert first != second
+
+
+async def test_the_next_replica_continues_what_a_stopping_one_had_begun(ctx: Context) -> None:
+    engine = Engine()
+    engine.interruptions = 4
+    stopping = drawer(ctx, engine, "r0")
+    stopping.stopping = True
+    with pytest.raises(Aborted, match="left to the next replica"):
+        await stopping.draw(group(tokens=100), PROMPT, delivery())
+    assert await stored(ctx) == dict.fromkeys(range(4), "r0")
+    taking_over = drawer(ctx, Engine(version=2), "r1")
+    samples = await taking_over.draw(group(tokens=100), PROMPT, delivery(2))
+    assert samples.span_version.tolist() == [1, 2] * 4
+    assert samples.lengths.tolist() == [3] * 4
+    assert taking_over.counts.kept == 4
+    finished = [wire.decode(data, FinishedSample) async for data, _ in ctx.queue.read("partials")]
+    assert {one.samples.finish[0] for one in finished} == {"stop"}, "a finished sample takes its beginning's place"
+    await taking_over.forget(group())
+    assert await stored(ctx) == {}
+
+
+async def test_a_deterministic_run_draws_an_interrupted_sample_again(ctx: Context) -> None:
+    ctx.config.deterministic = True
+    engine = Engine()
+    engine.interruptions = 1
+    with pytest.raises(Aborted, match="draws it in one go"):
+        await drawer(ctx, engine).draw(group(tokens=100), PROMPT, delivery())
+
+
+async def test_samples_that_are_cut_off_or_have_no_logprobs_are_counted(ctx: Context) -> None:
+    engine = Engine()
+    engine.logprob = None
+    mine = drawer(ctx, engine)
+    samples = await mine.draw(group(n=3, tokens=100), PROMPT, delivery())
+    assert mine.counts.nonfinite == 3
+    assert mine.counts.truncated == 0
+    assert np.isnan(samples.logprobs).all()
 
 
 async def test_one_that_fails_ends_the_others(ctx: Context) -> None:

@@ -28,6 +28,7 @@ MARGIN_S = 10.0
 
 PauseMode = Literal["abort", "retract", "in_place"]
 SwitchMode = Literal["retract", "in_place"]
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 
 class EngineError(RuntimeError):
@@ -70,9 +71,11 @@ class Checksums:
 class EngineClient:
     """`async with EngineClient(url) as engine`, or `close()` it."""
 
-    def __init__(self, url: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    def __init__(self, url: str, timeout_s: float = CONTROL_TIMEOUT_S, vocab: int | None = None) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
+        self.vocab = vocab
+        """Size of the model's vocabulary. Ids beyond it are refused here: SGLang's server dies of them."""
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -92,11 +95,14 @@ class EngineClient:
 
     async def generate(self, body: dict[str, Any], timeout_s: float = GENERATE_TIMEOUT_S) -> list[dict[str, Any]]:
         """POST /generate. Always a list: one answer a prompt and sample. Raises EngineError, EngineTimeout, EngineDead."""
+        if self.vocab is not None:
+            _check_ids(body.get("input_ids"), self.vocab)
         answer = await self._post("/generate", body, timeout_s)
         return answer if isinstance(answer, list) else [answer]
 
     async def abort(self, rid: str = "", everything: bool = False) -> None:
-        """End requests whose rid starts with `rid`, or all; their own answers come back with what they have."""
+        """End the request `rid`, or all; their own answers come back with what they have. An engine may take along those whose
+        rid begins with it, so no rid should be the beginning of another."""
         await self._post("/abort_request", {"rid": rid, "abort_all": everything})
 
     async def pause(self, mode: PauseMode = "abort") -> None:
@@ -107,6 +113,15 @@ class EngineClient:
 
     async def flush_cache(self) -> None:
         await self._post("/flush_cache", {})
+
+    async def release_memory(self, tags: Iterable[MemoryTag] = ()) -> None:
+        """Give the device's memory back to whoever shares it (all of it, or what `tags` name). Needs an engine that is idle or
+        paused; the cache is flushed. Weights come back by `resume_memory` and, on a GPU, an update."""
+        await self._post("/release_memory_occupation", _given(tags=list(tags) or None))
+
+    async def resume_memory(self, tags: Iterable[MemoryTag] = ()) -> None:
+        """Take it again, with the tags that were released."""
+        await self._post("/resume_memory_occupation", _given(tags=list(tags) or None))
 
     # ---- state
 
@@ -303,6 +318,17 @@ def _answer(call: str, status: int, raw: bytes, is_probe: bool) -> Any:
         return value
     kind = EngineDead if status == 503 and not is_probe else EngineError
     raise kind(status, f"{call}: HTTP {status}: {_message(value)}")
+
+
+def _check_ids(prompts: Any, vocab: int) -> None:
+    """Raises EngineError for an id that the model does not have. Whatever else is wrong is the engine's to say."""
+    flat = prompts if isinstance(prompts, list) else []
+    for prompt in flat if flat and isinstance(flat[0], list) else [flat]:
+        wrong = next((token for token in prompt if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise EngineError(
+                400, f"input_ids: id {wrong} is outside the vocabulary of {vocab}; was another tokenizer used?"
+            )
 
 
 def _message(value: Any) -> str:

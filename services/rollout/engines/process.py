@@ -1,7 +1,7 @@
 """An engine as a child process: started with a deadline, watched, ended with everything that it started.
 
 Guarantees: `start` returns an engine that answers `/ready`, or raises EngineStartError with the child's last words and leaves
-nothing running; the child never outlives `stop` (SIGTERM, then SIGKILL to its whole process group), and the light engine does not
+nothing running; the child never outlives `stop` (SIGTERM, then SIGKILL to its whole process group), and it does not
 outlive this process either, however it dies (Linux ties it to the thread that started it: start it from a thread that stays,
 such as an event loop's). Options pass through to the engine under their own names. An engine kind is
 one function from (folder, options, host) to a `Launch`. tests/rollout/test_engine_process.py is its check.
@@ -10,6 +10,7 @@ one function from (folder, options, host) to a `Launch`. tests/rollout/test_engi
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -19,11 +20,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from services.rollout.engines.client import EngineClient
+from services.rollout.engines.sglang import command
 from shared.config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,10 @@ log = logging.getLogger(__name__)
 TAIL_LINES = 40
 READY_POLL_S = 0.05
 STOP_GRACE_S = 10.0
+SGLANG_GRACE_S = 3.0
+"""SGLang waits for its requests after SIGTERM, without end; by then there are none that matter."""
 SOURCE_ROOT = Path(__file__).resolve().parents[3]
+SGLANG_SETTINGS = tuple(field.name for field in fields(command.Settings))
 
 
 class EngineStartError(RuntimeError):
@@ -50,6 +55,10 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
     url: str | None = None
     url_pattern: str = r"ready at (http://\S+)"
+    noise: str | None = None
+    """Lines that match it are not kept among the last ones."""
+    grace_s: float = STOP_GRACE_S
+    """What it may take to end after SIGTERM."""
 
 
 def light_command(model_dir: Path, options: Mapping[str, Any], host: str) -> Launch:
@@ -61,7 +70,27 @@ def light_command(model_dir: Path, options: Mapping[str, Any], host: str) -> Lau
     )
 
 
-COMMANDS: dict[str, Callable[[Path, Mapping[str, Any], str], Launch]] = {"light": light_command}
+def sglang_command(model_dir: Path, options: Mapping[str, Any], host: str) -> Launch:
+    own = {name: options[name] for name in SGLANG_SETTINGS if name in options}
+    settings = command.Settings(**own)
+    native = {name: value for name, value in options.items() if name not in SGLANG_SETTINGS}
+    served = command.server_options(settings, native)
+    port = int(served.pop("port", 0)) or command.free_port(host)
+    argv = [command.interpreter(settings.python), "-m", command.module(settings), "--model-path", str(model_dir)]
+    argv += ["--host", host, "--port", str(port), *flags(served)]
+    return Launch(
+        argv,
+        env=command.environment(settings),
+        url=f"http://{host}:{port}",
+        noise=r"nanobind: | - (leaked|\.\.\. skipped)",  # pages of it, behind what went wrong
+        grace_s=SGLANG_GRACE_S,
+    )
+
+
+COMMANDS: dict[str, Callable[[Path, Mapping[str, Any], str], Launch]] = {
+    "light": light_command,
+    "sglang": sglang_command,
+}
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -76,6 +105,13 @@ def flags(options: Mapping[str, Any]) -> list[str]:
         elif value is not True:
             result.append(str(value))
     return result
+
+
+def vocabulary(folder: Path) -> int | None:
+    """Rows of the model's embedding, from config.json; None if that does not say."""
+    config = json.loads((folder / "config.json").read_text())
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(size) if size else None
 
 
 class EngineProcess:
@@ -129,9 +165,11 @@ class EngineProcess:
     async def start_for(cls, config: RunConfig, folder: str | Path, weight_version: str | None = None) -> Self:
         """The engine that a run file asks for, on the weights in `folder`."""
         rollout = config.rollout
-        own = rollout.light if rollout.engine == "light" else rollout.sglang
-        common = {"dtype": config.model.dtype, "device": rollout.device, "threads": rollout.threads}
-        options = {**common, "weight_version": weight_version, **own}
+        options: dict[str, Any] = {"dtype": config.model.dtype, "device": rollout.device, "threads": rollout.threads}
+        options |= {"weight_version": weight_version} | (rollout.light if rollout.engine == "light" else rollout.sglang)
+        if rollout.engine == "sglang":
+            options |= {"in_place": rollout.on_new_weights == "in_place", "hooks": rollout.sglang_hooks}
+            options |= {"python": rollout.sglang_python}
         return await cls.start(rollout.engine, folder, options, ready_timeout_s=rollout.start_timeout_s)
 
     @property
@@ -151,8 +189,9 @@ class EngineProcess:
         """Returns when the engine has ended, with its exit code (negative: the signal)."""
         return await self._process.wait()
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
+    async def stop(self, grace_s: float | None = None) -> int:
         """End the engine and all that it started. Returns the exit code."""
+        grace_s = self._launch.grace_s if grace_s is None else grace_s
         if self.alive and grace_s > 0:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -175,7 +214,8 @@ class EngineProcess:
             if not raw:
                 return
             line = raw.decode(errors="replace").rstrip()
-            self._tail.append(line)
+            if self._launch.noise is None or not re.match(self._launch.noise, line):
+                self._tail.append(line)
             log.debug("engine %d: %s", self.pid, line)
             if not self._url_told.is_set() and (match := re.search(self._launch.url_pattern, line)):
                 self.url = match.group(1)

@@ -49,12 +49,25 @@ class KVCache:
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.device = device
         self.capacity = round_up(capacity, ROW_UNIT)
-        size = self.capacity * 2 * config.kv_heads * config.head_dim
-        self._flat = [_zeros(size, device, dtype) for _ in range(config.layers)]
+        self._dtype, self._count = dtype, config.layers
+        self._flat: list[torch.Tensor] = []
         self.length = 0
         self.layers: list[torch.Tensor] = []
         """One [rows, 2G, length, D] a layer: key heads, then value heads."""
+        self.take()
+
+    def take(self) -> None:
+        """Take the memory, all of it empty."""
+        size = self.capacity * 2 * self.kv_heads * self.head_dim
+        self._flat = [_zeros(size, self.device, self._dtype) for _ in range(self._count)]
+        self.length, self.layers = 0, []
         self.lay_out(ROW_UNIT, 0, 0)
+
+    def give_back(self) -> None:
+        """Give the memory back, until `take`."""
+        self._flat, self.layers = [], []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def lay_out(self, length: int, used_rows: int, used_length: int) -> None:
         """Rows of `length` tokens from now on; the first tokens of the used rows are kept."""

@@ -14,6 +14,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.rollout.engines.fields import BadRequest
 from services.rollout.engines.light.sampling import SamplingParams, stream_key
 
 KNOWN_FIELDS = {"input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"}
@@ -44,10 +45,6 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, False, True),
     "spaces_between_special_tokens": (None, False, True),
 }
-
-
-class BadRequest(ValueError):
-    """Answered as HTTP 400."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Scheduler:
         self.model = model
         self.version = version
         self.paused: PauseMode | None = None
-        self.failed = False
+        self.failed = self.released = False
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.cache = cache
@@ -144,6 +144,19 @@ class Scheduler:
     def resume(self) -> None:
         self.paused = None
 
+    def release(self) -> bool:
+        """Give the cache's memory back; nothing starts until `take`. False: something is running."""
+        if self.batch:
+            return False
+        self.released = True
+        self.cache.give_back()
+        return True
+
+    def take(self) -> None:
+        if self.released:
+            self.cache.take()
+        self.released = False
+
     def switch(self, apply: Callable[[], None], version: str | None, mode: Mode | None) -> int:
         """Change the weights between two steps. Returns how many running requests it met."""
         met, started = len(self.batch), time.perf_counter()
@@ -155,7 +168,8 @@ class Scheduler:
                 sequence.begin_span(self.version)
         else:
             self._retract()
-            self.cache.clear()
+            if not self.released:
+                self.cache.clear()
         self.last_switch = {"pause_s": time.perf_counter() - started}
         self._switched_at = started if met else 0.0
         return met
@@ -204,11 +218,11 @@ class Scheduler:
                 return True
 
     def _has_work(self) -> bool:
-        return not self.paused and bool(self.batch or self.waiting)
+        return not self.paused and not self.released and bool(self.batch or self.waiting)
 
     def _admit(self) -> None:
         """Start as many waiting requests as fit, and sample their first tokens."""
-        if self.paused or not self.waiting:
+        if self.paused or self.released or not self.waiting:
             return
         needs = (sequence.need for sequence in self.waiting)
         count, length = plan(len(self.batch), self.cache.length, needs, self.cache.capacity, self.max_rows)

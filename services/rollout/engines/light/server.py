@@ -12,20 +12,20 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from services.rollout.engines.fields import BadRequest, Fields
 from services.rollout.engines.light.engine import Engine
-from services.rollout.engines.light.fields import Fields
-from services.rollout.engines.light.protocol import BadRequest, answer, parse_generate
+from services.rollout.engines.light.protocol import answer, parse_generate
 from services.rollout.engines.light.scheduler import SchedulerDead
-from services.rollout.engines.light.weights import BUCKET, UpdateError, Weights
+from services.rollout.engines.light.weights import UpdateError, Weights
+from services.rollout.engines.update_routes import UpdateRoutes, refusal
+from services.rollout.engines.update_routes import done as success
 
 HEALTH_TIMEOUT_S = 20.0
-DEFAULT_GROUP = "weight_update_group"
-"""SGLang's own name for a group that is given none."""
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 MAX_BODY = 1 << 31
 """Weights may come over HTTP."""
 
@@ -41,7 +41,7 @@ def reply(value: Any, status: int = 200) -> web.Response:
 
 
 def done(message: str, **more: Any) -> web.Response:
-    return reply({"success": True, "message": message, **more})
+    return reply(success(message, **more))
 
 
 @web.middleware
@@ -50,9 +50,9 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except (BadRequest, UpdateError) as error:
-        return reply({"success": False, "message": str(error), "error": {"message": str(error)}}, 400)
+        return reply(refusal(error), 400)
     except SchedulerDead as error:
-        return reply({"success": False, "message": str(error), "error": {"message": str(error)}}, 503)
+        return reply(refusal(error), 503)
 
 
 class Server:
@@ -62,13 +62,18 @@ class Server:
         self.engine = engine
         self.scheduler = engine.scheduler
         self.weights = Weights(engine.model, engine.scheduler)
+        self.updates = UpdateRoutes(self.weights, self.abort_all, lambda: self.scheduler.version)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[errors], client_max_size=MAX_BODY)
         either = ("/health", self.health), ("/health_generate", self.health), ("/ready", self.ready)
         infos = ("/model_info", self.model_info), ("/get_model_info", self.model_info)
         servers = ("/server_info", self.server_info), ("/get_server_info", self.server_info)
-        loads = ("/v1/loads", self.loads), ("/get_load", self.load), ("/weights_checker", self.weights_checker)
+        loads = (
+            ("/v1/loads", self.loads),
+            ("/get_load", self.load),
+            ("/weights_checker", self.update(self.updates.checksums)),
+        )
         app.add_routes([web.get(path, handler) for path, handler in (*either, *infos, *servers, *loads)])
         posts: dict[str, Handler] = {
             "/generate": self.generate,
@@ -76,16 +81,11 @@ class Server:
             "/pause_generation": self.pause_generation,
             "/continue_generation": self.continue_generation,
             "/flush_cache": self.flush_cache,
-            "/weights_checker": self.weights_checker,
-            "/begin_weight_update": self.begin_weight_update,
-            "/end_weight_update": self.end_weight_update,
-            "/init_weights_update_group": self.init_group,
-            "/destroy_weights_update_group": self.destroy_group,
-            "/update_weights_from_distributed": self.update_from_distributed,
-            "/update_weights_from_tensor": self.update_from_tensor,
-            "/update_weights_from_disk": self.update_from_disk,
+            "/release_memory_occupation": self.release_memory,
+            "/resume_memory_occupation": self.resume_memory,
             "/update_weight_version": self.update_version,
         }
+        posts |= {path: self.update(call) for path, call in self.updates.routes.items()}
         app.add_routes([web.post(path, handler) for path, handler in posts.items()])
         return app
 
@@ -214,103 +214,46 @@ class Server:
             raise BadRequest(f"flush_cache: {count} requests are running or waiting")
         return done("flushed")
 
+    async def release_memory(self, request: web.Request) -> web.Response:
+        """The cache's; the weights stay where they are."""
+        tags = _tags(await _json(request), "release_memory_occupation")
+        if "kv_cache" in tags and not await self.in_scheduler(self.scheduler.release):
+            raise BadRequest("release_memory_occupation: requests are running; pause with mode retract first")
+        return reply(None)
+
+    async def resume_memory(self, request: web.Request) -> web.Response:
+        if "kv_cache" in _tags(await _json(request), "resume_memory_occupation"):
+            await self.in_scheduler(self.scheduler.take)
+        return reply(None)
+
     # ---- weights
 
-    async def begin_weight_update(self, request: web.Request) -> web.Response:
-        Fields(await _json(request), "begin_weight_update").end()
-        await self.weights.begin()
-        return done("a weight update is open")
+    def update(self, call: Callable[[Any], Awaitable[dict[str, Any]]]) -> Handler:
+        async def handler(request: web.Request) -> web.Response:
+            return reply(await call(await _json(request)))
 
-    async def end_weight_update(self, request: web.Request) -> web.Response:
-        fields = Fields(await _json(request), "end_weight_update")
-        commit, version = fields.flag("commit", True), fields.text("weight_version", None)
-        mode = fields.choice("mode", ("retract", "in_place"), None)
-        fields.end()
-        started = time.perf_counter()
-        met = await self.weights.end(commit, version, mode)
-        return done(
-            "the staged weights are live" if commit else "the staged weights are dropped",
-            weight_version=self.scheduler.version,
-            num_paused_requests=met,
-            seconds=time.perf_counter() - started,
-        )
-
-    async def weights_checker(self, request: web.Request) -> web.Response:
-        fields = Fields(await _json(request), "weights_checker", ignored=("allow_quant_error", "skip_tensor_list"))
-        fields.choice("action", ("checksum",), "checksum")
-        fields.end()
-        found = await self.weights.checksums()
-        rank = {"checksums": found["checksums"], "per_gpu_checksum": found["digest"]}
-        return done(
-            "checksums of the staged weights" if found["staged"] else "checksums of the live weights",
-            ranks=[rank],
-            per_engine_checksum=found["digest"],
-            staged=found["staged"],
-        )
-
-    async def init_group(self, request: web.Request) -> web.Response:
-        fields = Fields(await _json(request), "init_weights_update_group")
-        host, port = fields.text("master_address"), int(fields.number("master_port"))
-        rank, world_size = int(fields.number("rank_offset")), int(fields.number("world_size"))
-        name, backend = fields.text("group_name", DEFAULT_GROUP), fields.choice("backend", ("gloo", "nccl"), "nccl")
-        timeout_s = float(fields.number("timeout_s", 120))
-        fields.end()
-        await self.weights.join(host, port, rank, world_size, name, backend, timeout_s)
-        return done("joined")
-
-    async def destroy_group(self, request: web.Request) -> web.Response:
-        fields = Fields(await _json(request), "destroy_weights_update_group")
-        name = fields.text("group_name", DEFAULT_GROUP)
-        fields.end()
-        await self.weights.leave(name)
-        return done("left")
-
-    async def update_from_distributed(self, request: web.Request) -> web.Response:
-        fields = Fields(
-            await _json(request), "update_weights_from_distributed", ignored=("flush_cache", "torch_empty_cache")
-        )
-        names, dtypes, shapes = fields.items("names", str), fields.items("dtypes", str), fields.items("shapes", list)
-        group, load_format = (
-            fields.text("group_name", DEFAULT_GROUP),
-            fields.choice("load_format", (BUCKET,), None),
-        )
-        version = fields.text("weight_version", None)
-        abort = fields.flag("abort_all_requests", False)
-        fields.end()
-        await self._abort_all(abort)
-        await self.weights.from_distributed(names, dtypes, shapes, group, load_format == BUCKET, version)
-        return done(f"{len(names)} tensors are staged")
-
-    async def update_from_tensor(self, request: web.Request) -> web.Response:
-        fields = Fields(await _json(request), "update_weights_from_tensor", ignored=("flush_cache", "load_format"))
-        serialized, version = fields.items("serialized_named_tensors", str), fields.text("weight_version", None)
-        abort = fields.flag("abort_all_requests", False)
-        fields.end()
-        await self._abort_all(abort)
-        await self.weights.from_tensor(serialized, version)
-        return done("the tensors are staged")
-
-    async def update_from_disk(self, request: web.Request) -> web.Response:
-        ignored = ("flush_cache", "torch_empty_cache", "load_format", "is_async", "keep_pause", "token_step")
-        fields = Fields(await _json(request), "update_weights_from_disk", ignored=ignored)
-        folder, version = Path(fields.text("model_path")), fields.text("weight_version", None)
-        abort, mode = fields.flag("abort_all_requests", False), fields.choice("mode", ("retract", "in_place"), None)
-        fields.end()
-        await self._abort_all(abort)
-        met = await self.weights.from_disk(folder, version, mode)
-        return done("loaded", num_paused_requests=met)
+        return handler
 
     async def update_version(self, request: web.Request) -> web.Response:
         fields = Fields(await _json(request), "update_weight_version")
         version, abort = fields.text("new_version"), fields.flag("abort_all_requests", True)
         fields.end()
-        await self._abort_all(abort)
+        if abort:
+            await self.abort_all()
         await self.in_scheduler(lambda: self.scheduler.relabel(version))
         return done("relabelled", new_version=version)
 
-    async def _abort_all(self, wanted: bool) -> None:
-        if wanted:
-            await self.in_scheduler(lambda: self.scheduler.abort(lambda _: True, "aborted by a weight update"))
+    async def abort_all(self) -> None:
+        await self.in_scheduler(lambda: self.scheduler.abort(lambda _: True, "aborted by a weight update"))
+
+
+def _tags(body: Any, call: str) -> list[str]:
+    fields = Fields(body, call)
+    tags = fields.items("tags", str) if body.get("tags") else list(MEMORY_TAGS)
+    fields.end()
+    if unknown := sorted(set(tags) - set(MEMORY_TAGS)):
+        raise BadRequest(f"{call}: tags: {', '.join(unknown)} is none of {', '.join(MEMORY_TAGS)}")
+    return list(tags)
 
 
 async def _json(request: web.Request) -> Any:

@@ -1,7 +1,7 @@
 """Reading the fields of a control call: typed, with defaults, and nothing unknown passes.
 
 `Fields(body, call)`, one method a field, then `end()`, which refuses fields that nobody asked for (so that a typing error
-is heard). `ignored` names SGLang's fields that have no meaning here.
+is heard). `ignored` names SGLang's fields that have no meaning here. tests/contract holds the refusals.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from services.rollout.engines.light.protocol import BadRequest
-
 _REQUIRED: Any = object()
+
+
+class BadRequest(ValueError):
+    """Answered as HTTP 400."""
 
 
 class Fields:

@@ -1,0 +1,157 @@
+"""A whole run with two real SGLang servers as its replicas. `make test-sglang`; it takes minutes, most of them SGLang's start.
+
+The test listens to what a run tells everybody: it keeps the weights of each version and every trajectory. Afterwards the
+trainer's own policy computes the log-probability of each token under the weights of the version that the token names. All must
+agree; with the weights of the version next to it they must not, or the comparison would show nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from services.controller.attach import Run
+from services.dcs import snapshots
+from services.dcs.client import DcsClient
+from services.rollout.engines.sglang.command import ENVIRONMENT
+from services.trainer.batches import TrainSample, pack
+from services.trainer.megatron.policy import Policy
+from shared import wire
+from shared.records import Announcement, Group
+from shared.sections import TrainerConfig
+from tests.e2e.test_run import GROUPS, Example, until_trained
+from tests.shared.runs import until
+
+pytestmark = pytest.mark.sglang
+STEPS = 16
+TOLERANCE = 1e-4
+BATCH_TOKENS = 8192
+DEADLINE_S = 900.0
+
+
+@pytest.fixture
+async def example(tmp_path: Path) -> AsyncIterator[Example]:
+    assert ENVIRONMENT.exists(), f"{ENVIRONMENT} is missing: make install-sglang"
+    example = Example(tmp_path)
+    yield example
+    await example.close()
+
+
+class Witness:
+    """Keeps the weights of every version and every trajectory of a run."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self.weights: dict[int, Path] = {}
+        self.groups: list[Group] = []
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self._weights()), asyncio.create_task(self._trajectories())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _weights(self) -> None:
+        async with DcsClient(self.run.kv) as dcs:
+            stream = self.run.queue.read("weights", subject=self.run.subjects.announced, live=True)
+            async for data, _ in stream:
+                version = wire.decode(data, Announcement).version
+                pulled, _ = await snapshots.pull(dcs, version, self.folder / str(version))
+                self.weights[version] = pulled
+
+    async def _trajectories(self) -> None:
+        async for data, _ in self.run.queue.read("trajectories", live=True):
+            self.groups.append(wire.decode(data, Group))
+
+
+async def test_a_run_with_sglang_learns_and_its_logprobs_are_the_trainers(example: Example, tmp_path: Path) -> None:
+    options = ("rollout.engine=sglang", "rollout.sglang.max_total_tokens=16384", "rollout.sglang.context_length=128")
+    up = await example.up(f"steps={STEPS}", "dcs.keep_snapshots=100", "trainer.warm_start.steps=150", *options)
+    async with example.attached() as run:
+        witness = Witness(run, tmp_path / "witness")
+        async with witness.listening():
+            async with asyncio.timeout(DEADLINE_S):
+                await until_trained(run, 4 * GROUPS)
+            await kill_scheduler(run)
+            await until(lambda: up.returncode is not None, "the run ends", DEADLINE_S)
+    output = (example.folder / "output.txt").read_text()
+    assert up.returncode == 0, output[-4000:]
+    report = json.loads(example.report.read_text())
+    assert report["balanced"], report["faults"]
+    assert report["trained"] == STEPS * GROUPS
+    assert report["staleness_max"] <= 1
+    assert report["reward_last"] > report["reward_first"] + 0.1
+    compare(witness, example.folder / "model")
+    assert "engine_died" in output
+
+
+async def kill_scheduler(run: Run) -> None:
+    """SGLang's own child of a replica at work: its server and its replica have to notice, and to start another."""
+    rollouts = [beat for beat in await run.registry.alive() if beat.replica.startswith("rollout-")]
+    serving = max(rollouts, key=lambda beat: beat.progress)
+    children = psutil.Process(serving.pid).children(recursive=True)
+    schedulers = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
+    assert schedulers, [child.cmdline() for child in children]
+    schedulers[0].kill()
+
+
+def compare(witness: Witness, model: Path) -> None:
+    """Every token against the weights of its version, and of another version."""
+    parts = by_version(witness.groups)
+    tokens = sum(len(group.samples.ids) for group in witness.groups if group.samples is not None)
+    assert sum(end - start for spans in parts.values() for _, start, end, _ in spans) == tokens > 1000
+    assert len(parts) >= STEPS // 2
+    policy = Policy.create(model, TrainerConfig(device="cpu", micro_batch_tokens=BATCH_TOKENS), dtype="float32", seed=0)
+    worst: dict[int, float] = {}
+    mixed: dict[int, float] = {}
+    for version, spans in parts.items():
+        worst[version] = largest_difference(policy, witness.weights[version], spans)
+        other = version + 1 if version + 1 in witness.weights else version - 1
+        mixed[version] = largest_difference(policy, witness.weights[other], spans)
+    print(f"largest differences: {max(worst.values()):.2e}; with versions mixed up at least {min(mixed.values()):.2e}")
+    assert max(worst.values()) <= TOLERANCE, worst
+    assert min(mixed.values()) > TOLERANCE, mixed
+
+
+Span = tuple[TrainSample, int, int, np.ndarray]
+
+
+def by_version(groups: list[Group]) -> dict[int, list[Span]]:
+    """(sample, start, end, log-probabilities) of each span, by the version that drew it; greedy samples' are at temperature 1."""
+    found: dict[int, list[Span]] = defaultdict(list)
+    for group in groups:
+        assert group.samples is not None
+        assert group.prompt_ids is not None
+        prompt = group.prompt_ids
+        for one in group.samples.split():
+            mask = np.ones(len(one.ids), dtype=np.uint8)
+            ids = np.concatenate([prompt, one.ids])
+            sample = TrainSample(group.id, ids, len(prompt), mask, one.logprobs, 0.0)
+            for start, end, version in zip(one.span_start, one.span_end, one.span_version, strict=True):
+                found[int(version)].append((sample, int(start), int(end), one.logprobs))
+    return found
+
+
+def largest_difference(policy: Policy, weights: Path, spans: list[Span]) -> float:
+    policy.load_hf(weights)
+    batches = pack([sample for sample, *_ in spans], BATCH_TOKENS)
+    found = np.concatenate([policy.logprobs(batch)[0].numpy() for batch in batches])
+    largest, first = 0.0, 0
+    for _, start, end, logprobs in spans:
+        mine = found[first + start : first + end]
+        largest = max(largest, float(np.abs(mine - logprobs[start:end]).max()))
+        first += len(logprobs)
+    assert first == len(found)
+    return largest
