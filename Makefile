@@ -8,6 +8,7 @@
 # make test-large   with a pretrained model of 135 million parameters, which it downloads
 # make test-sinks   TensorBoard, W&B, ClearML and Apprise with the real packages
 # make test-ray   the demo as actors of a Ray cluster on this machine, scaled and harmed in mid-run
+# make test-compose   the demo in containers, scaled and killed; needs an engine with Compose, or ENGINE=script that starts one
 # make chaos     the long run under SIGKILLs: make chaos KILLS=200 SEED=1
 # make check     style, types, links
 # make bench     each benchmark prints a ratio against a named baseline, or seconds against an aim
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install install-sglang demo demo-sglang test test-sglang test-chaos test-large test-sinks test-ray chaos check bench clean
+.PHONY: install install-sglang demo demo-sglang test test-sglang test-chaos test-large test-sinks test-ray test-compose chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -68,6 +69,9 @@ test-sinks: $(VENV)/.installed-dev
 test-ray: $(VENV)/.installed-dev
 	$(PIP) --editable '.[ray]'
 	$(BIN)/python -m pytest -s -m ray tests/ray
+
+test-compose:
+	$(PYTHON) -m tests.deploy.compose
 
 KILLS ?= 200
 chaos: $(VENV)/.installed-dev

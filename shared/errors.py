@@ -15,6 +15,28 @@ class BrokerUnavailable(TransportError):
         )
 
 
+class BrokerRefuses(BrokerUnavailable):
+    """It is there, but this process and it do not take each other's identity. Trying again is of no use."""
+
+    def __init__(self, url: str, seen: str) -> None:
+        hint = next((text for sign, text in REFUSALS.items() if sign in seen.lower()), REFUSALS["authorization"])
+        TransportError.__init__(self, f"the broker at {url} cannot be used ({seen}): {hint}")
+
+
+REFUSALS = {
+    "expired": "its certificate has run out; `slipstream broker init` on its folder makes a new one, then restart the broker",
+    "not valid for": "its certificate names other hosts; give this one to `slipstream broker init --host`, or use one of those",
+    "mismatch": "its certificate names other hosts; give this one to `slipstream broker init --host`, or use one of those",
+    "certificate verify failed": "its certificate is by an authority that this process does not know; SLIPSTREAM_CREDENTIALS "
+    "must name the folder whose ca.pem signed it",
+    "does not offer tls": "SLIPSTREAM_CREDENTIALS holds a ca.pem, so nothing is sent to it in the clear; switch its TLS on, or "
+    "use the credentials of the broker that is meant",
+    "authorization": "it does not know this login. Check the key in the folder SLIPSTREAM_CREDENTIALS, or the user and password "
+    "in the URL, and that the broker has read its newest configuration",
+}
+"""What is seen -> what to do."""
+
+
 class NotJetStream(TransportError):
     def __init__(self, url: str, seen: str) -> None:
         super().__init__(

@@ -3,7 +3,8 @@
 Guarantees: an interface that other machines can reach answers nobody without the token, /health excepted, and does not start
 without one; on loopback none is asked for. A missing and a wrong token are told apart. tests/shared/test_http_auth.py.
 
-The token is `SLIPSTREAM_TOKEN`, or the file `token` in the folder `SLIPSTREAM_CREDENTIALS`; the same for servers and clients.
+The token is `SLIPSTREAM_TOKEN`, or in the file `token` of the folder `SLIPSTREAM_CREDENTIALS`, for servers and clients alike. It
+may be several: a server takes any of them, a client sends the first.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
 from shared.config import ConfigError
+from shared.credentials import CREDENTIALS, folder
 from shared.network import is_loopback
 
 TOKEN = "SLIPSTREAM_TOKEN"
-CREDENTIALS = "SLIPSTREAM_CREDENTIALS"
 OPEN_PATHS = ("/health",)
 """Answered without a token: they tell nothing but that the service lives, to whatever watches containers."""
 MISSING = (
@@ -33,22 +33,21 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def token() -> str | None:
-    """This process's token. Raises ConfigError if its file cannot be read."""
-    if value := os.environ.get(TOKEN, "").strip():
-        return value
-    file = Path(os.environ.get(CREDENTIALS) or ".", "token")
-    if not os.environ.get(CREDENTIALS) or not file.exists():
-        return None
+def tokens() -> list[str]:
+    """This process's tokens. Raises ConfigError if their file cannot be read."""
+    if found := os.environ.get(TOKEN, "").split():
+        return found
+    place = folder()
+    file = place / "token" if place is not None else None
     try:
-        return file.read_text().strip() or None
+        return file.read_text().split() if file is not None and file.exists() else []
     except OSError as error:
         raise ConfigError(f"{CREDENTIALS}: cannot read {file} ({error.strerror})") from error
 
 
 def headers() -> dict[str, str]:
     """What a client sends along."""
-    return {"Authorization": f"Bearer {value}"} if (value := token()) else {}
+    return {"Authorization": f"Bearer {found[0]}"} if (found := tokens()) else {}
 
 
 def guard(app: App, host: str, field: str) -> App:
@@ -56,7 +55,7 @@ def guard(app: App, host: str, field: str) -> App:
     if there is none then."""
     if is_loopback(host):
         return app
-    if (expected := token()) is None:
+    if not (expected := tokens()):
         raise ConfigError(
             f"{field}.host: {host} can be reached from other machines, so its interface needs a token: set {TOKEN} to a long "
             "random text, the same for all services and tools of the run, or bind it to 127.0.0.1"
@@ -67,8 +66,8 @@ def guard(app: App, host: str, field: str) -> App:
 class _Guard:
     """ASGI, so that bodies stream through untouched."""
 
-    def __init__(self, app: App, expected: str) -> None:
-        self._app, self._expected = app, expected.encode()
+    def __init__(self, app: App, expected: list[str]) -> None:
+        self._app, self._expected = app, [one.encode() for one in expected]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope.get("path") not in OPEN_PATHS and (problem := self._problem(scope)):
@@ -80,7 +79,7 @@ class _Guard:
         kind, _, value = given.partition(b" ")
         if kind.lower() != b"bearer" or not value.strip():
             return MISSING
-        return "" if hmac.compare_digest(value.strip(), self._expected) else WRONG
+        return "" if any(hmac.compare_digest(value.strip(), one) for one in self._expected) else WRONG
 
 
 async def _refuse(scope: Scope, send: Send, problem: str) -> None:

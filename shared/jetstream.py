@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import re
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -24,15 +25,17 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from shared import credentials
 from shared.errors import (
     AccessDenied,
     ApiError,
+    BrokerRefuses,
     BrokerUnavailable,
     NotJetStream,
     RequestTimeout,
     StorageExhausted,
 )
-from shared.link import Frame, Link
+from shared.link import Frame, Link, NotSecret
 
 log = logging.getLogger("slipstream.transport")
 
@@ -126,7 +129,7 @@ class Channel:
     async def open(self, deadline_s: float) -> None:
         """Connect, trying until the deadline. Wrong credentials end it at once."""
         self._refused = asyncio.get_running_loop().create_future()
-        self.nc, self._link = Client(), Link()
+        self.nc, self._link = Client(), Link(secret="tls" in self._options)
         self.nc._transport = self._link  # the one private name of nats-py that is used; test_link.py would miss it
         task = asyncio.create_task(self._connect(self.nc))
         waited: set[asyncio.Future[Any]] = {task, self._refused}
@@ -139,6 +142,8 @@ class Channel:
             await task
         with contextlib.suppress(NatsError, OSError):
             await self.nc.close()
+        if self._refused.done():
+            raise BrokerRefuses(redact(self.url), self._refused.result())
         raise BrokerUnavailable(redact(self.url), self._last_error, deadline_s)
 
     async def _connect(self, nc: Client) -> None:
@@ -277,10 +282,15 @@ class Channel:
         denied = DENIED.search(self._last_error)
         if denied is not None:
             self._deny(denied[1], denied[2])
-        elif "authorization" in self._last_error.lower() and self._refused is not None and not self._refused.done():
+        elif self._is_final(error) and self._refused is not None and not self._refused.done():
             self._refused.set_result(self._last_error)
         else:
             log.debug("%s: %s", self.name, self._last_error)
+
+    def _is_final(self, error: Exception) -> bool:
+        return (
+            isinstance(error, ssl.SSLCertVerificationError | NotSecret) or "authorization" in self._last_error.lower()
+        )
 
     def _deny(self, action: str, subject: str) -> None:
         # nats-py lowers the server's text, so subjects are compared lowered.
@@ -335,8 +345,10 @@ class Connection:
     async def open(
         cls, url: str, *, name: str, deadline_s: float = 10.0, options: Mapping[str, Any] | None = None
     ) -> Connection:
-        """Connect and make sure that JetStream answers. `options` go to nats-py under its own names (tls, nkeys_seed, ...)."""
-        bulk, control = (Channel(url, f"{name}/{kind}", options or {}) for kind in ("bulk", "control"))
+        """Connect and make sure that JetStream answers. `options` go to nats-py under its own names (tls, nkeys_seed, ...);
+        without any, SLIPSTREAM_CREDENTIALS says who this process is (shared/credentials.py)."""
+        options = credentials.options() if options is None else options
+        bulk, control = (Channel(url, f"{name}/{kind}", options) for kind in ("bulk", "control"))
         deadline = time.monotonic() + deadline_s
         connection = cls(bulk, control)
         await control.open(deadline_s)

@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 
 from shared.records import Receipt
 
+REPORTS = ("dropped", "evaluated")
+"""Receipts that any service may write which works on a group; the others are decisions of the controller and the trainer."""
+
 
 @dataclass(slots=True)
 class Entry:

@@ -187,10 +187,16 @@ class LinkProtocol(asyncio.BufferedProtocol):
         await self._writable.wait()
 
 
-class Link(Transport):
-    """The transport under a nats-py client. `route(sid, callback)` says where a subscription's messages go."""
+class NotSecret(ConnectionError):
+    """Nothing may be said to this server: it would be in the clear."""
 
-    def __init__(self) -> None:
+
+class Link(Transport):
+    """The transport under a nats-py client. `route(sid, callback)` says where a subscription's messages go. A `secret` one
+    sends nothing before TLS stands."""
+
+    def __init__(self, secret: bool = False) -> None:
+        self._secret, self._secured = secret, False
         self._protocol: LinkProtocol | None = None
         self._routes: dict[int, Callable[[Frame], None]] = {}
         self._sid = 0
@@ -199,6 +205,7 @@ class Link(Transport):
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         self._routes.clear()
+        self._secured = False
         loop = asyncio.get_running_loop()
         protocol = LinkProtocol(self._on_frame)
         connecting = loop.create_connection(lambda: protocol, uri.hostname or "", uri.port or 4222)
@@ -216,9 +223,11 @@ class Link(Transport):
         transport = await asyncio.wait_for(upgrade, connect_timeout)
         assert transport is not None
         secured.connection_made(transport)
-        self._protocol = secured
+        self._protocol, self._secured = secured, True
 
     def write(self, payload: bytes) -> None:
+        if self._secret and not self._secured:
+            raise NotSecret("the server does not offer TLS")  # nats-py would go on in the clear
         if (transport := self._living) is not None:
             transport.write(payload)
 

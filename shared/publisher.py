@@ -70,6 +70,7 @@ class Entry:
         "payload",
         "reply",
         "seen",
+        "sends",
         "sent_at",
         "silent_since",
         "started",
@@ -86,6 +87,8 @@ class Entry:
         self.seen = "not sent yet"
         self.reply = ""
         self.duplicate = False
+        self.sends = 0
+        """How often it was handed to the socket. A duplicate that was sent once was stored by somebody else before."""
 
     def answer(self, frame: Frame) -> None:
         self.lane.publisher.on_answer(self, frame)
@@ -205,6 +208,8 @@ class Publisher:
         entry.silent_since = entry.silent_since or entry.sent_at
         if not self.channel.send(entry.subject, entry.payload, entry.reply, entry.headers):
             entry.state, entry.seen = UNSENT, "the socket takes nothing more"
+        else:
+            entry.sends += 1
 
     # Answers
 

@@ -57,8 +57,10 @@ class Registry:
         self._leases: dict[str, Lease] = {}
 
     @classmethod
-    async def open(cls, connection: Connection, subjects: Subjects, ttl_s: float = TTL_S) -> Registry:
-        return cls(await KV.open(connection, subjects.services_bucket, ttl=True), ttl_s)
+    async def open(
+        cls, connection: Connection, subjects: Subjects, ttl_s: float = TTL_S, *, create: bool = True
+    ) -> Registry:
+        return cls(await KV.open(connection, subjects.services_bucket, ttl=True, create=create), ttl_s)
 
     async def beat(self, heartbeat: Heartbeat) -> None:
         """Write the heartbeat, and renew the lease if this process holds one for the service. Raises LeaseLost."""

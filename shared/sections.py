@@ -326,5 +326,7 @@ class BrokerConfig(Section):
     """Disk that the run's streams may take together."""
     durability: Literal["process", "power"] = "process"
     """process: survives the death of any process. power: every write is synced to disk, about 5 times slower."""
+    replicas: Literal[1, 3, 5] = 1
+    """Nodes of a cluster that each hold all of the run's streams; 3 survives the loss of one node with its disk."""
     options: dict[str, Any] = Field({})
     """Further options of the private nats-server under their own names."""

@@ -2,7 +2,7 @@
 
     0  the run is finished, or the service was asked to stop and drained
     1  it failed; the log and an event say why
-    2  the config or the command is wrong
+    2  the config, the command or what the broker lets this service do is wrong
     3  the broker cannot be reached or is no JetStream broker
     4  another replica holds the role that only one may have
 
@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shared import config as run_config
@@ -36,7 +37,15 @@ from shared import wanted
 from shared.allocator import keep_freed_blocks
 from shared.config import ConfigError, RunConfig
 from shared.deliveries import Deliveries
-from shared.errors import AlreadyActive, BrokerUnavailable, BucketMissing, LeaseLost, NotJetStream, TransportError
+from shared.errors import (
+    AccessDenied,
+    AlreadyActive,
+    BrokerUnavailable,
+    BucketMissing,
+    LeaseLost,
+    NotJetStream,
+    TransportError,
+)
 from shared.jetstream import Connection
 from shared.kv import KV
 from shared.metrics import Events, Metrics
@@ -49,6 +58,8 @@ log = logging.getLogger("slipstream")
 
 T = TypeVar("T")
 
+OWNER = "controller"
+"""The service that may create what a run consists of at the broker."""
 CONNECT_DEADLINE_S = 10.0
 CONFIG_DEADLINE_S = 30.0
 STATE_POLL_S = 1.0
@@ -56,6 +67,8 @@ LEAVING_POLL_S = 2.0
 BEAT_EVERY_S = 2.0
 CHANGE_EVERY_S = 0.5
 """A state that lasts for less than this is not worth a write."""
+HEALTH_FILE = os.environ.get("SLIPSTREAM_HEALTH_FILE", "")
+"""Touched by the worker's loop as it comes round, for what watches containers: it needs neither the broker nor a port."""
 
 
 class ServiceFailed(RuntimeError):
@@ -87,7 +100,7 @@ class Context:
         self._heartbeat = Heartbeat(
             service, replica, "", 0, -1, -1, {}, socket.gethostname(), os.getpid(), self.started, self.started
         )
-        self._beaten, self._told = 0.0, ""
+        self._beaten, self._shown, self._told = 0.0, 0.0, ""
         self._beating = asyncio.Lock()
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
@@ -123,6 +136,9 @@ class Context:
         """Tell the registry that the worker's loop came by here; what is not given stays as it was. Writes at most every two
         seconds, or every half when `state` is another than was written last."""
         last, now = self._heartbeat, time.monotonic()
+        if HEALTH_FILE and now - self._shown >= BEAT_EVERY_S:
+            self._shown = now
+            Path(HEALTH_FILE).touch()
         self._heartbeat = replace(
             last,
             state=state,
@@ -138,7 +154,7 @@ class Context:
         try:
             async with self._beating:
                 await self.registry.beat(self._heartbeat)
-        except LeaseLost:
+        except (LeaseLost, AccessDenied):
             raise
         except TransportError as error:  # the broker is away: work that needs it waits by itself
             log.warning("no heartbeat: %s", error)
@@ -182,6 +198,8 @@ def run_service(
         return _leave(2, str(error))
     except (BrokerUnavailable, NotJetStream) as error:
         return _leave(3, str(error))
+    except AccessDenied as error:
+        return _leave(2, str(error))
     except (AlreadyActive, LeaseLost) as error:
         return _leave(4, str(error))
     except ServiceFailed as error:
@@ -200,8 +218,11 @@ async def _live(service: str, main: Callable[[Context], Awaitable[None]], url: s
     try:
         kv, config = await _wait_for_run(connection, subjects)
         queue = TransferQueue(connection, subjects)
-        await queue.ensure_streams(config)
-        registry = await Registry.open(connection, subjects, ttl_s=config.heartbeat_ttl_s)
+        if service == OWNER:
+            await queue.ensure_streams(config)
+        else:
+            await queue.wait_for_streams(CONFIG_DEADLINE_S)
+        registry = await Registry.open(connection, subjects, ttl_s=config.heartbeat_ttl_s, create=service == OWNER)
         try:
             return await _work(Context(service, replica, config, connection, queue, kv, registry), main)
         finally:

@@ -76,7 +76,7 @@ def stream_config(subjects: Subjects, spec: StreamSpec, max_bytes: int, replicas
     """The body of JetStream's STREAM.CREATE."""
     return {
         "name": subjects.stream(spec.name),
-        "subjects": [subjects.wildcard(spec.name)],
+        "subjects": subjects.taken_by(spec.name),
         "retention": spec.retention,
         "discard": spec.discard,
         "storage": "file",

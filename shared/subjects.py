@@ -72,7 +72,13 @@ class Subjects:
 
     @property
     def receipts(self) -> str:
+        """What the controller and the trainer decide; only they may write here."""
         return f"{self.run}.receipts"
+
+    @property
+    def reported(self) -> str:
+        """What whoever works on a group may put on record of it: REPORTS. In the same stream."""
+        return f"{self.run}.receipts.reported"
 
     @property
     def announced(self) -> str:
@@ -99,8 +105,12 @@ class Subjects:
         """A part of a payload that a log's message refers to; `*` for all parts."""
         return f"{self.run}.archive.{sha256}.{part}"
 
+    def taken_by(self, stream: str) -> list[str]:
+        """The subjects that `stream`, one of STREAMS, stores."""
+        return [self.receipts, self.reported] if stream == "receipts" else [self.wildcard(stream)]
+
     def wildcard(self, stream: str) -> str:
-        """The subject filter that covers everything in `stream`, one of STREAMS."""
+        """The subject filter that covers everything in `stream`, one of STREAMS; of the receipts, those that are decisions."""
         if stream not in STREAMS:
             raise ValueError(f"unknown stream {stream!r}: one of {', '.join(STREAMS)}")
         one_subject = {

@@ -16,20 +16,20 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from shared import wire
+from shared import stream_admin, wire
 from shared.blobs import Blobs
 from shared.config import RunConfig
 from shared.errors import ApiError, StreamMissing, TransportError
 from shared.feed import NOT_FOUND
-from shared.jetstream import Connection
-from shared.ledger import is_eval
+from shared.jetstream import Connection, JetStreamReply
+from shared.letters import dropped, may_be_reported, too_often
 from shared.log_reader import LogReader
 from shared.publisher import ONCE, Entry, Publisher
 from shared.pull import Delivery, Puller
-from shared.records import BlobRef, DeadLetter, Group, Receipt
-from shared.streams import MESSAGE_LIMIT, SPECS, allocate, consumer_config, stream_config, stream_of
+from shared.records import BlobRef, DeadLetter
+from shared.streams import MESSAGE_LIMIT, SPECS, consumer_config, stream_of
 from shared.subjects import Subjects
 
 log = logging.getLogger("slipstream.transport")
@@ -44,7 +44,6 @@ BLOB_RETRY_S = 5.0
 CONTROL_STREAMS = {"receipts", "weights", "metrics", "events"}
 """Never wait behind group payloads: they go over the other connection."""
 API_DEADLINE_S = 30.0
-NAME_IN_USE = 10058
 NO_MESSAGE = 10037
 
 Message = Any
@@ -83,16 +82,13 @@ class TransferQueue:
         """Hears of what had to be done twice."""
 
     async def ensure_streams(self, config: RunConfig) -> None:
-        """Create the run's streams, or bring their limits up to `config`. Any number of services may call it at once."""
-        sizes = allocate(config)
-        for spec in SPECS.values():
-            body = stream_config(self.subjects, spec, sizes[spec.name])
-            try:
-                await self.connection.api(f"STREAM.CREATE.{body['name']}", body, API_DEADLINE_S)
-            except ApiError as error:
-                if error.err_code != NAME_IN_USE:
-                    raise
-                await self.connection.api(f"STREAM.UPDATE.{body['name']}", body, API_DEADLINE_S)
+        """Create the run's streams, or bring their limits up to `config`: `slipstream up`, and the controller. May be called
+        twice at once."""
+        await stream_admin.ensure(self.connection, self.subjects, config)
+
+    async def wait_for_streams(self, deadline_s: float) -> None:
+        """Until whoever owns the run has created them. Raises StreamMissing at the deadline."""
+        await stream_admin.wait(self.connection, self.subjects, deadline_s)
 
     @property
     def publish_refusals(self) -> int:
@@ -158,8 +154,8 @@ class TransferQueue:
 
     def _drop_orphan(self, stream: str, ref: BlobRef, entry: Entry) -> None:
         """A message that the broker knew already, whose blob was gone: it was consumed long ago, and so nobody refers to the
-        blob that was just stored."""
-        if entry.duplicate and SPECS[stream].retention == "workqueue":
+        blob that was just stored. If it was sent more than once, what the broker knew may be the first of these."""
+        if entry.duplicate and entry.sends == 1 and SPECS[stream].retention == "workqueue":
             self._spawn(self._delete_blob(stream, ref))
 
     async def _delete_blob(self, stream: str, ref: BlobRef) -> None:
@@ -255,10 +251,12 @@ class TransferQueue:
         """What a message needs before it may be handed out: None, or work that says whether to."""
         if delivery.delivered > 1 and self.observer is not None:
             self.observer.came_again(stage, delivery.msg_id, delivery.delivered)
+        if not delivery.subject.startswith(f"{self.subjects.run}.{stream}"):
+            return self.bury(delivery, stage, f"it was published to {delivery.subject!r} and brought here")
         if BLOB_HEADER in delivery.headers:
             return self._fetch(delivery, stream, most, stage)
         if most is not None and delivery.delivered > most:
-            return self.bury(delivery, stage, _too_often(delivery, most))
+            return self.bury(delivery, stage, too_often(delivery, most))
         return None
 
     async def _fetch(self, delivery: Delivery, stream: str, most: int | None, stage: str) -> bool:
@@ -272,7 +270,7 @@ class TransferQueue:
             why = f"; {error}"
             log.error("%s: message %s (delivery %d): %s", stream, delivery.msg_id, delivery.delivered, error)
         if most is not None and delivery.delivered > most:
-            return await self.bury(delivery, stage, _too_often(delivery, most) + why)
+            return await self.bury(delivery, stage, too_often(delivery, most) + why)
         if why:
             await delivery.nak(BLOB_RETRY_S)
         return not why
@@ -287,8 +285,8 @@ class TransferQueue:
             payload, now, group_id = delivery.data, time.time(), delivery.msg_id
             letter = DeadLetter(stage, group_id, reason, payload, delivery.delivered, now)
             await self.publish(self.subjects.dead(stage), letter, f"{stage}:{delivery.seq}:{group_id}")
-            receipt = _dropped(group_id, payload, stage, reason, now)
-            await self.publish(self.subjects.receipts, receipt, f"dead:{stage}:{group_id}")
+            receipt = dropped(group_id, payload, stage, reason, now)
+            await self.publish(self.subjects.reported, receipt, f"dead:{stage}:{group_id}")
             if self.observer is not None:
                 await self.observer.buried(stage, group_id, delivery.delivered, reason)
             await delivery.ack()
@@ -306,7 +304,7 @@ class TransferQueue:
     ) -> AsyncIterator[tuple[bytes, int]]:
         """(message, sequence) of a log from `start_seq` on, in order, without gaps or repeats, also over restarts of the
         broker. Ends at what was the last message at the time of the call, or, with `live`, never. Raises BlobMissing for a
-        message whose payload has left the archive; go on behind it."""
+        message whose payload has left the archive; go on behind it. What its writer had no right to comes as wire.UNFIT."""
         reader = LogReader(
             self.connection,
             self.subjects.stream(stream),
@@ -317,10 +315,23 @@ class TransferQueue:
         )
         async with contextlib.aclosing(reader.messages()) as messages:
             async for frame, seq in messages:
-                yield await self._whole(stream, frame.data, BLOB_HEADER in (frame.headers or {})), seq
+                data = await self._whole(stream, frame.data, BLOB_HEADER in (frame.headers or {}))
+                yield data if self._is_fit(stream, frame.subject, data, seq) else wire.UNFIT, seq
+
+    def _is_fit(self, stream: str, subject: str, data: bytes, seq: int) -> bool:
+        """Whether its writer had the right to put it there. Whoever may read a log can have the broker carry its messages over
+        into another stream, but they keep the subject that they were published to."""
+        if not subject.startswith(f"{self.subjects.run}.{stream}"):
+            log.error("%s: message %d was published to %r and brought here: ignored", stream, seq, subject)
+            return False
+        return subject != self.subjects.reported or may_be_reported(data, seq)
 
     async def _whole(self, stream: str, data: bytes, is_blob: bool) -> bytes:
         return await self.blobs.get(stream, wire.decode(data, BlobRef)) if is_blob else data
+
+    async def last_seq(self, stream: str) -> int:
+        """The sequence of the newest message of a stream, 0 if it never had one."""
+        return int((await self._state(stream))["last_seq"])
 
     async def last(self, subject: str) -> tuple[bytes, int] | None:
         """The newest message of a subject and its sequence."""
@@ -344,15 +355,18 @@ class TransferQueue:
         names = list(SPECS)
         return dict(zip(names, await asyncio.gather(*(self._depth(name) for name in names)), strict=True))
 
-    async def _depth(self, name: str) -> StreamDepth:
+    async def _state(self, name: str) -> JetStreamReply:
         stream = self.subjects.stream(name)
         try:
-            state = (await self.connection.api(f"STREAM.INFO.{stream}"))["state"]
+            return (await self.connection.api(f"STREAM.INFO.{stream}"))["state"]
         except ApiError as error:
             if error.err_code in NOT_FOUND:
                 raise StreamMissing(stream) from error
             raise
-        durable = [c for c in await self._consumers(stream) if c["config"].get("durable_name")]
+
+    async def _depth(self, name: str) -> StreamDepth:
+        state = await self._state(name)
+        durable = [c for c in await self._consumers(self.subjects.stream(name)) if c["config"].get("durable_name")]
         return StreamDepth(
             int(state["messages"]),
             int(state["bytes"]),
@@ -373,21 +387,3 @@ class TransferQueue:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _too_often(delivery: Delivery, most: int) -> str:
-    return f"delivered {delivery.delivered} times, at most {most} are allowed"
-
-
-def _dropped(group_id: str, payload: bytes, stage: str, reason: str, now: float) -> Receipt:
-    """The entry of a dead group. A message that cannot be read is dropped by its id alone. An evaluation has no fate in the
-    ledger: its entry is `evaluated` with a reason, so that nobody waits for it."""
-    kind: Literal["dropped", "evaluated"] = "evaluated" if is_eval(group_id) else "dropped"
-    receipt = Receipt(kind, group_id, reason=f"dead:{stage}", detail={"why": reason}, at=now)
-    with contextlib.suppress(wire.WireError):
-        record = wire.decode_any(payload)
-        if isinstance(record, Group):
-            receipt.kind = "evaluated" if record.kind == "eval" else "dropped"
-            receipt.group_id, receipt.issue, receipt.seat = record.id, record.issue, record.seat
-            receipt.min_step = record.min_step
-    return receipt

@@ -70,6 +70,10 @@ def encode(record: Any) -> bytes:
     return b"".join(parts)
 
 
+UNFIT = b""
+"""Stands for a message that must not be believed: it decodes as no record."""
+
+
 def decode(payload: bytes | memoryview, expect: type[T]) -> T:
     """The record in `payload`, which must be an `expect`. Raises WireError; nothing is half-read."""
     record = decode_any(payload)

@@ -48,13 +48,14 @@ class Run:
 
 
 @asynccontextmanager
-async def attach(url: str, name: str, *, create: bool = False) -> AsyncIterator[Run]:
-    """The run `name` at the broker `url`. Raises BrokerUnavailable, NotJetStream, BucketMissing (unless `create`)."""
+async def attach(url: str, name: str, *, create: bool = False, replicas: int = 1) -> AsyncIterator[Run]:
+    """The run `name` at the broker `url`; with `create`, its buckets are made on so many nodes if need be. Raises
+    BrokerUnavailable, NotJetStream, BucketMissing (unless `create`)."""
     subjects = Subjects(name)
     connection = await Connection.open(url, name=f"{name}/tool", deadline_s=CONNECT_DEADLINE_S)
     try:
-        kv = await KV.open(connection, subjects.config_bucket, create=create)
-        services = await KV.open(connection, subjects.services_bucket, ttl=True, create=create)
+        kv = await KV.open(connection, subjects.config_bucket, create=create, replicas=replicas)
+        services = await KV.open(connection, subjects.services_bucket, ttl=True, create=create, replicas=replicas)
         queue = TransferQueue(connection, subjects)
         yield Run(name, url, subjects, connection, queue, kv, Registry(services, TTL_S))
     finally:

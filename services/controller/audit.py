@@ -101,6 +101,8 @@ def _conservation(evidence: Evidence, ledger: Ledger) -> Check:
     faults += [Fault(f"issue {issue}", "no group has this issue number") for issue in missing]
     if lost := evidence.cut.get("receipts", 0):
         faults.append(Fault("receipts", f"the first {lost} receipts were discarded by the stream's limit"))
+    if evidence.unfit:
+        faults.append(Fault("streams", f"{evidence.unfit} messages were ignored: their writers had no right to them"))
     if not faults and not ledger.balanced and not ledger.conflicts:
         faults.append(Fault("ledger", "issued differs from trained + dropped + pending"))
     return Check("issued = trained + dropped + pending", ledger.issued, faults)

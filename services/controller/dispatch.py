@@ -124,8 +124,7 @@ class Dispatcher:
         whose prompts may not all be sent."""
         if await self._assured() and self.behind:
             with contextlib.suppress(TransportError):  # the broker is away; asked again in the next round
-                last = await self.ctx.queue.last(self.ctx.subjects.receipts)
-                if last is None or self.last_seq >= last[1]:
+                if self.last_seq >= await self.ctx.queue.last_seq("receipts"):
                     await self._send_again()
                     self.behind = False
         return not self.behind

@@ -17,7 +17,7 @@ from shared import config as run_config
 from shared.config import RunConfig
 from shared.ledger import Ledger
 from shared.records import Announcement, DeadLetter, Event, Group, Heartbeat, Metric, Receipt, Received
-from shared.wire import decode, decode_any
+from shared.wire import UNFIT, decode, decode_any
 
 if TYPE_CHECKING:
     from shared.kv import KV
@@ -116,6 +116,8 @@ class Evidence:
     config_bytes: bytes = b""
     state: str = ""
     """running | finished | failed:<why>"""
+    unfit: int = 0
+    """Messages whose writer had no right to them."""
     cut: dict[str, int] = field(default_factory=dict)
     """Streams whose limit has discarded their oldest messages: how many. What they held cannot be checked any more."""
 
@@ -193,4 +195,7 @@ async def _log(queue: TransferQueue, evidence: Evidence, stream: str) -> AsyncIt
         if first and seq > 1:
             evidence.cut[stream] = seq - 1
         first = False
-        yield data
+        if data is UNFIT:
+            evidence.unfit += 1
+        else:
+            yield data

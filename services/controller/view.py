@@ -25,7 +25,7 @@ from shared.config import RunConfig
 from shared.errors import TransportError
 from shared.ledger import Ledger
 from shared.records import Event, Heartbeat, Metric, Receipt
-from shared.wire import decode
+from shared.wire import UNFIT, decode
 
 if TYPE_CHECKING:
     from shared.registry import Registry
@@ -248,7 +248,8 @@ async def follow(view: RunView, queue: TransferQueue, registry: Registry, show: 
 
 async def _subscribe(view: RunView, queue: TransferQueue, stream: str, record: type[Any]) -> None:
     async for data, seq in queue.read(stream, live=True):
-        view.apply(decode(data, record))
+        if data is not UNFIT:
+            view.apply(decode(data, record))
         if record is Receipt:
             await view.saw(seq)
 

@@ -151,11 +151,11 @@ class Reward:
         failpoints.reach("advantages.begun")
         queue, subjects = self.ctx.queue, self.ctx.subjects
         if group.kind == "eval":
-            await queue.publish(subjects.receipts, fate(group, "evaluated"), msg_id=f"evaluated:{group.id}")
+            await queue.publish(subjects.reported, fate(group, "evaluated"), msg_id=f"evaluated:{group.id}")
         elif reason := drop_reason(group, self.config.reward.filters):
             self.dropped[reason] += 1
             await self.ctx.events.publish("dropped", f"{group.id}: {reason}", group=group.id, reason=reason)
-            await queue.publish(subjects.receipts, fate(group, "dropped", reason), msg_id=f"dropped:{group.id}")
+            await queue.publish(subjects.reported, fate(group, "dropped", reason), msg_id=f"dropped:{group.id}")
         else:
             assert group.rewards is not None
             assert group.samples is not None

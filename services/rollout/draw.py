@@ -171,6 +171,8 @@ class Drawer:
         found: dict[int, FinishedSample] = {}
         exact = self.ctx.config.deterministic and group.kind == "train"
         async for data, _ in self.ctx.queue.read("partials", subject=self.ctx.subjects.partial(group.id, "*")):
+            if data is wire.UNFIT:
+                continue
             record = wire.decode(data, FinishedSample)
             if record.index < group.sampling.n and (not exact or record.samples.drawn_under(group.min_step)):
                 found[record.index] = record

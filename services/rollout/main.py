@@ -331,4 +331,4 @@ class Worker:
             replica=ctx.replica,
             at=time.time(),
         )
-        await ctx.queue.publish(ctx.subjects.receipts, receipt, msg_id=f"dropped:{group.id}")
+        await ctx.queue.publish(ctx.subjects.reported, receipt, msg_id=f"dropped:{group.id}")

@@ -46,7 +46,7 @@ def test_what_is_loopback(host: str, own: bool) -> None:
 
 
 async def test_it_answers_who_has_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(http_auth.TOKEN, "s3cret")
+    monkeypatch.setenv(http_auth.TOKEN, "s3cret another")
     app = http_auth.guard(make_app(), "0.0.0.0", "dcs")
     async with serving(app, listen("127.0.0.1", 0, "dcs")) as url, httpx.AsyncClient(base_url=url) as client:
         missing = await client.get("/secret")
@@ -61,6 +61,7 @@ async def test_it_answers_who_has_the_token(monkeypatch: pytest.MonkeyPatch) -> 
         assert (await client.get("/openapi.json")).status_code == 401
         assert (await client.get("/health")).json() == "ok"
         assert (await client.get("/secret", headers=http_auth.headers())).json() == "told"
+        assert (await client.get("/secret", headers={"Authorization": "bearer another"})).json() == "told"
 
 
 async def test_loopback_needs_none() -> None:
@@ -73,16 +74,17 @@ def test_seen_from_outside_it_does_not_start_without_a_token(tmp_path: Path, mon
     with pytest.raises(ConfigError, match=r"controller\.host: 0\.0\.0\.0 .* set SLIPSTREAM_TOKEN"):
         http_auth.guard(make_app(), "0.0.0.0", "controller")
     monkeypatch.setenv(http_auth.CREDENTIALS, str(tmp_path))
+    (tmp_path / "ca.pem").write_text("")
     with pytest.raises(ConfigError, match="needs a token"):
         http_auth.guard(make_app(), "0.0.0.0", "controller")
 
 
 def test_the_token_may_lie_with_the_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(http_auth.CREDENTIALS, str(tmp_path))
-    (tmp_path / "token").write_text("of the file\n")
-    assert http_auth.headers() == {"Authorization": "Bearer of the file"}
-    monkeypatch.setenv(http_auth.TOKEN, "of the environment")
-    assert http_auth.token() == "of the environment"
+    (tmp_path / "token").write_text("of-the-file\n")
+    assert http_auth.headers() == {"Authorization": "Bearer of-the-file"}
+    monkeypatch.setenv(http_auth.TOKEN, "of-the-environment")
+    assert http_auth.tokens() == ["of-the-environment"]
 
 
 def test_listening_everywhere_it_is_told_by_the_way_to_the_broker() -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared import service
-from shared.errors import LeaseLost
+from shared.errors import AccessDenied, LeaseLost
 from shared.jetstream import Connection
 from shared.kv import KV
 from shared.records import Heartbeat
@@ -137,3 +137,14 @@ async def test_what_fails_under_a_vouch_fails_here(ctx):
 
     with pytest.raises(RuntimeError, match="no disk"):
         await ctx.vouch(fails())
+
+
+async def test_a_heartbeat_that_the_broker_does_not_allow_ends_the_service(ctx):
+    """It would be taken for hung otherwise."""
+
+    async def refuse(beat: Heartbeat) -> None:
+        raise AccessDenied("nats://broker", "publish", "$KV.run_services.beat.rollout.rollout-0")
+
+    ctx.registry.beat = refuse
+    with pytest.raises(AccessDenied, match="beat.rollout"):
+        await ctx.beat("starting")

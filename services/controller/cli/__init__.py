@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from . import audit, events, export, scale, serve, sink, status, up, validate, watch, weights
+from . import audit, broker, events, export, scale, serve, sink, status, submit, up, validate, watch, weights
 
 app = typer.Typer(
     name="slipstream",
@@ -27,10 +27,11 @@ Start here:
 `slipstream audit run.yaml` proves that nothing was lost, trained twice or trained too stale
 """,
 )
-for command in (up, validate, status, watch, events, audit, scale, export, serve):
+for command in (up, submit, validate, status, watch, events, audit, scale, export, serve):
     name = command.__name__.rpartition(".")[2]
     app.command(name)(getattr(command, name))
 app.add_typer(sink.app, name="sink")
+app.add_typer(broker.app, name="broker")
 app.add_typer(weights.app, name="weights")
 
 

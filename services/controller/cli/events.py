@@ -53,11 +53,13 @@ def events(
     async def show() -> None:
         from services.controller.view import event_line
         from shared.records import Event
-        from shared.wire import decode
+        from shared.wire import UNFIT, decode
 
         async with open_run(run_file, sets, nats, run) as handle:
             subject = handle.subjects.events(service) if service else None
             async for data, _ in handle.queue.read("events", subject=subject):
+                if data is UNFIT:
+                    continue
                 event = decode(data, Event)
                 if not oldest <= event.at <= newest or (kind and event.kind not in kind):
                     continue

@@ -42,13 +42,15 @@ async def snapshot(handle: Run) -> RunView:
     """A view fed with everything up to now."""
     from services.controller.view import RunView
     from shared.records import Event, Receipt
-    from shared.wire import decode
+    from shared.wire import UNFIT, decode
 
     view = RunView(await handle.config())
     async for data, _ in handle.queue.read("receipts"):
-        view.apply(decode(data, Receipt))
+        if data is not UNFIT:
+            view.apply(decode(data, Receipt))
     async for data, _ in handle.queue.read("events"):
-        view.apply(decode(data, Event))
+        if data is not UNFIT:
+            view.apply(decode(data, Event))
     view.note(await handle.registry.alive())
     view.depths = {name: depth.messages for name, depth in (await handle.queue.depths()).items()}
     return view

@@ -33,10 +33,12 @@ def watch(
 
 
 async def _follow(handle: Run, stream: str, as_json: bool) -> None:
-    from shared.wire import decode_any
+    from shared.wire import UNFIT, decode_any
 
     last = await handle.queue.last(handle.subjects.wildcard(stream))
     async for data, _ in handle.queue.read(stream, start_seq=last[1] + 1 if last else 1, live=True):
+        if data is UNFIT:
+            continue
         record = decode_any(data)
         if as_json:
             print_json({"kind_of_record": type(record).__name__.lower(), **plain(record)})

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.controller.launchers.launcher import REASON, Exit
+from shared.credentials import of_service
 
 CANNOT_START = 126
 """Stands for the exit code of a process that the system would not start."""
@@ -77,7 +78,7 @@ class LocalLauncher:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **of_service(service), **self.environment},
                 )
             except OSError as error:
                 log.write(f"{REASON}the process cannot be started: {error}\n".encode())

@@ -1,6 +1,6 @@
 """Going on with a run: which fields of its config may differ from the last start, and what happens to those that may not.
 
-Pure but for `settle`, which reads and writes the run's config bucket. `tests/controller/test_resume.py`.
+Pure but for `settle` and `register`, which write to the run's broker. `tests/controller/test_resume.py`.
 """
 
 from __future__ import annotations
@@ -105,6 +105,15 @@ class Before:
     def finished(self, steps: int) -> bool:
         """Whether there is nothing left to do: it came to its end, and no further steps are asked for."""
         return self.state == "finished" and steps <= self.steps
+
+
+async def register(run: Run, config: RunConfig) -> Before:
+    """Make the run known at its broker: config, streams, state. From then on services that were started anywhere find it."""
+    before = await settle(run, config)
+    await run.queue.ensure_streams(config)
+    if not before.finished(config.steps):
+        await run.set_state("running")
+    return before
 
 
 async def settle(run: Run, config: RunConfig) -> Before:

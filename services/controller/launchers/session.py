@@ -109,9 +109,9 @@ class Session:
 
     async def catch_up(self) -> None:
         """Wait until the view has seen every receipt: the last updates may be younger than its last look."""
-        if (last := await self.run.queue.last(self.run.subjects.receipts)) is not None:
+        if last := await self.run.queue.last_seq("receipts"):
             with contextlib.suppress(TimeoutError):  # the view may have ended; the report tells all
-                await asyncio.wait_for(self.view.seen(last[1]), CATCH_UP_S)
+                await asyncio.wait_for(self.view.seen(last), CATCH_UP_S)
 
     async def close(self) -> None:
         """End the live view; it shows its last state."""

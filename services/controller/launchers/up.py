@@ -26,7 +26,7 @@ from services.controller.launchers.broker import PrivateBroker
 from services.controller.launchers.launcher import Launcher
 from services.controller.launchers.local import Command, LocalLauncher, serve_command
 from services.controller.launchers.model import ensure_model
-from services.controller.launchers.resume import settle
+from services.controller.launchers.resume import register
 from services.controller.launchers.session import BROKER_LOST, Interrupts, Outcome, Session
 from shared import config as run_config
 from shared.config import ConfigError, RunConfig
@@ -63,7 +63,7 @@ async def up(options: Options, console: Console) -> int:
         if await ensure_model(config):
             console.print(f"built the model in {config.path(config.model.path)}", highlight=False)
         async with the_broker(config, options.keep_broker, console) as (url, broker):
-            async with attach(url, config.run, create=True) as run:
+            async with attach(url, config.run, create=True, replicas=config.broker.replicas) as run:
                 return await _run(config, run, broker, options, interrupts, console)
 
 
@@ -75,12 +75,10 @@ async def _run(
     interrupts: Interrupts,
     console: Console,
 ) -> int:
-    before = await settle(run, config)
-    await run.queue.ensure_streams(config)
+    before = await register(run, config)
     if before.finished(config.steps):
         console.print(f"the run {config.run!r} is finished; raise `steps` to go on with it, or take another name")
         return await _report(run, options, config, console, Outcome("finished", 0))
-    await run.set_state("running")
     launcher = await the_launcher(config, run, options)
     session = Session(config, run, launcher, broker, interrupts, console)
     try:

@@ -1,0 +1,1 @@
+"""`slipstream broker init`: keys, certificates and configuration of a broker for real use, in one folder."""
