@@ -42,6 +42,8 @@ class Role:
     """Takes keys out of the config bucket again (a wish that it has fulfilled)."""
     owner: bool = False
     """Creates the run's streams and buckets, and brings their limits up to date."""
+    launches: bool = False
+    """Starts and ends replicas, and tells that it is there (shared/wanted.py)."""
     follows: bool = False
     """Subscribes to the run's subjects directly."""
 
@@ -119,6 +121,7 @@ ROLES = {
         leases=True,
         config_keys=(">",),
         owner=True,
+        launches=True,
         follows=True,
     ),
     "observer": Role(follows=True),
@@ -184,5 +187,7 @@ def _being_there(role: Role, subjects: Subjects) -> Iterator[str]:
         yield f"$KV.{subjects.services_bucket}.probe"
         yield f"{API}.STREAM.PURGE.KV_{subjects.services_bucket}"
     yield from (f"$KV.{subjects.config_bucket}.{key}" for key in role.config_keys)
+    if role.launches:
+        yield f"$KV.{subjects.services_bucket}.launcher.*"
     if role.settles:
         yield f"{API}.STREAM.PURGE.KV_{subjects.config_bucket}"

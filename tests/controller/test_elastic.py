@@ -7,6 +7,7 @@ from typing import Any
 
 from services.controller.launchers.elastic import Elastic, for_run
 from services.controller.launchers.supervision import GiveUp, Left, Restart, Rules, Supervisor
+from shared import permissions
 from shared.wanted import Wanted
 from tests.controller.pipeline import run_config
 
@@ -86,6 +87,13 @@ async def test_a_newcomer_that_cannot_run_fails_its_operation_and_not_the_run():
     assert world.elastic.gone == {"rollout-1": "exit code 2: no such model"}
     await world.elastic.reconcile(Wanted({"rollout-0": spec()}))
     assert world.elastic.gone == {}
+
+
+def test_who_launches_may_say_so_at_a_broker_that_asks_for_permissions():
+    mine = "$KV.r_services.launcher.*"
+    assert [role for role in permissions.ROLES if mine in permissions.of(role, ["r"])["publish"]["allow"]] == [
+        "operator"
+    ]
 
 
 def test_a_run_goes_on_as_it_was_scaled_unless_its_file_says_another_number(tmp_path: Path):
