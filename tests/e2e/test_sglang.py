@@ -146,12 +146,9 @@ def by_version(groups: list[Group]) -> dict[int, list[Span]]:
 
 def largest_difference(policy: Policy, weights: Path, spans: list[Span]) -> float:
     policy.load_hf(weights)
-    batches = pack([sample for sample, *_ in spans], BATCH_TOKENS)
-    found = np.concatenate([policy.logprobs(batch)[0].numpy() for batch in batches])
-    largest, first = 0.0, 0
-    for _, start, end, logprobs in spans:
-        mine = found[first + start : first + end]
-        largest = max(largest, float(np.abs(mine - logprobs[start:end]).max()))
-        first += len(logprobs)
-    assert first == len(found)
+    largest = 0.0
+    for sample, start, end, logprobs in spans:
+        (batch,) = pack([sample], BATCH_TOKENS)
+        found = policy.logprobs(batch)[0].numpy()
+        largest = max(largest, float(np.abs(found[start:end] - logprobs[start:end]).max()))
     return largest
