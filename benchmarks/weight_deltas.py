@@ -64,7 +64,6 @@ def of_a_run(folder: Path) -> dict[str, float]:
             "model.dtype": "bfloat16",
             "trainer.optimizer.lr": rate,
             "trainer.optimizer.schedule": "constant",
-            "trainer.warm_start.steps": 50,
             "eval.prompts": "null",
             "rollout.replicas": 1,
             "dcs.keep_snapshots": STEPS + 4,
