@@ -77,8 +77,10 @@ def of_a_run(folder: Path) -> dict[str, float]:
         if done.returncode:
             raise SystemExit(f"the run failed: {done.stdout[-2000:]} {done.stderr[-2000:]}")
         ratios = asyncio.run(_ratios(place / "work" / "snapshots", place / "cache"))
+        if not any(ratios):
+            raise SystemExit("the run changed no weight: without rewards that differ there is nothing to measure")
         print(
-            f"deltas of {len(ratios)} updates at lr {rate:g}: {median(ratios):.3f} of the snapshot, bit-equal",
+            f"deltas of {len(ratios)} updates at lr {rate:g}: {median(ratios):.4f} of the snapshot, bit-equal",
             flush=True,
         )
         results[f"delta_bytes_ratio_lr_{rate:g}"] = round(median(ratios), 4)
