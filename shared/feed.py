@@ -30,6 +30,7 @@ RETRY_S = 0.25
 LINGER_S = 1.0
 """An abandoned inbox is listened to for so long, so that what was on its way is not lost until its ack wait runs out."""
 NOT_FOUND = {10014, 10059}
+CHECK_S = 5.0
 """JetStream's codes for a consumer and a stream that do not exist."""
 
 
@@ -72,12 +73,17 @@ class Feed:
         on_gone: Callable[[Exception], None],
         max_bytes: int,
         drain: bool = False,
+        replaceable: bool = False,
     ) -> None:
+        """`replaceable`: whoever hears `on_gone` makes another consumer. So one that cannot be asked is given up at once: where
+        one node of a cluster keeps it, it is away for as long as that node."""
         self.connection, self.stream, self.consumer = connection, stream, consumer
         self._channel = connection.bulk
         self._capacity, self._used = capacity, used
         self._on_message, self._on_gone = on_message, on_gone
         self._max_bytes, self._drain = max_bytes, drain
+        self._replaceable = replaceable
+        self._checking = False
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._sid = 0
         self._inbox = ""
@@ -162,7 +168,9 @@ class Feed:
             return
         if status == "503" or (status == "409" and ("Deleted" in text or "Not Found" in text)):
             self._outstanding = 0
-            self._spawn(self._check_consumer())
+            if not self._checking:
+                self._checking = True
+                self._spawn(self._check_consumer())
             return
         left = headers.get("Nats-Pending-Messages")
         self._outstanding = max(0, self._outstanding - int(left)) if left is not None else 0
@@ -176,19 +184,20 @@ class Feed:
 
     async def _check_consumer(self) -> None:
         """Nobody answers the pull: the consumer is gone, or JetStream is still starting."""
+        doubt: TransportError | None = None
         try:
-            await self.connection.api(f"CONSUMER.INFO.{self.stream}.{self.consumer}")
-        except ApiError as error:
-            if error.err_code in NOT_FOUND:
-                self._on_gone(ConsumerGone(self.stream, self.consumer))
-                return
+            await self.connection.api(f"CONSUMER.INFO.{self.stream}.{self.consumer}", deadline_s=CHECK_S)
+        except (ApiError, RequestTimeout) as error:
             log.warning("%s", error)
-        except RequestTimeout as error:
-            log.warning("%s", error)
+            doubt = error
         except TransportError as error:
             self._on_gone(error)
             return
         await asyncio.sleep(RETRY_S)
+        if doubt is not None and (self._replaceable or (isinstance(doubt, ApiError) and doubt.err_code in NOT_FOUND)):
+            self._on_gone(ConsumerGone(self.stream, self.consumer))
+            return
+        self._checking = False
         self.pump()
 
     def _on_denied(self, action: str, subject: str) -> None:

@@ -126,6 +126,7 @@ class LogReader:
             on_gone=self._mark_stale,
             max_bytes=READ_AHEAD_BYTES,
             drain=not self._live,
+            replaceable=True,
         )
         self._feed.start()
 
