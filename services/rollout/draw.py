@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engines.client import EngineClient
-from services.rollout.episodes import Aborted, collect, continuation, generate_request, joined
+from services.rollout.episodes import Aborted, EpisodeError, collect, continuation, generate_request, joined
 from shared import failpoints, wire
 from shared.pull import Delivery
 from shared.records import FinishedSample, Group, Samples
@@ -28,6 +28,8 @@ from shared.service import Context
 from shared.tokenizer import Tokenizer
 
 AGAIN_S = 0.5
+STUCK_AFTER = 20
+"""So many interruptions in a row without a new token, and the sample counts as failed."""
 """Until a sample that was interrupted before its first token is asked for again."""
 
 
@@ -137,8 +139,9 @@ class Drawer:
         return one
 
     async def _complete(self, group: Group, index: int, request: dict[str, Any], part: Samples) -> Samples:
-        """Continue a sample from its tokens until it is finished. Raises Aborted where that is not for this replica to do."""
-        attempt = 0
+        """Continue a sample from its tokens until it is finished. Raises Aborted where that is not for this replica to do,
+        EpisodeError where it gets no further."""
+        attempt = stuck = 0
         while part.finish[0] == "abort":
             if self.ctx.config.deterministic and group.kind == "train":
                 raise Aborted(f"sample {index} was interrupted, and a deterministic run draws it in one go")
@@ -151,7 +154,10 @@ class Drawer:
             before = len(part.ids)
             rest = await self._answer(continuation(request, part, attempt), 1)
             part = joined(part, rest, self.tokenizer)
-            if len(part.ids) == before:
+            stuck = stuck + 1 if len(part.ids) == before else 0
+            if stuck == STUCK_AFTER:
+                raise EpisodeError(f"sample {index} was interrupted {stuck} times in a row without a new token")
+            if stuck:
                 await asyncio.sleep(AGAIN_S)
         return part
 

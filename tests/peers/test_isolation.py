@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from services.rollout.engines.client import EngineError
 from shared import wire
 from shared.records import Event
@@ -15,7 +17,7 @@ __all__ = ["bench"]
 
 
 class Moody(Engine):
-    """Fails for one group, and aborts a sample of another."""
+    """Fails for one group, and aborts a sample of another whenever it is asked for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,11 +29,18 @@ class Moody(Engine):
         if body["rid"].startswith("0-1/"):
             raise EngineError(500, "the logits are not finite")
         if body["rid"].startswith("0-2/"):
-            answers[1]["meta_info"]["finish_reason"] = {"type": "abort", "message": "out of memory"}
+            answers[-1] = answers[-1] | {"output_ids": []}
+            answers[-1]["meta_info"] |= {
+                "finish_reason": {"type": "abort", "message": "out of memory"},
+                "output_token_logprobs": [],
+                "completion_tokens": 0,
+                "weight_versions": [],
+            }
         return answers
 
 
-async def test_a_failed_generation_is_one_nack(bench: Bench) -> None:
+async def test_a_failed_generation_is_one_nack(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rollout.draw.AGAIN_S", 0.01)
     bench.ctx.config.deterministic = False
     engine = Moody()
     bench.worker.engine = bench.worker.drawer.engine = engine  # type: ignore[assignment]
@@ -45,4 +54,7 @@ async def test_a_failed_generation_is_one_nack(bench: Bench) -> None:
     assert again is not None
     assert again.delivered == 2
     events = [wire.decode(data, Event) async for data, _ in bench.ctx.queue.read("events")]
-    assert ["0-1" in event.message and "logits" in event.message for event in events] == [True]
+    told = {event.detail["group"]: event.message for event in events if event.kind == "episode_failed"}
+    assert told.keys() == {"0-1", "0-2"}
+    assert "logits" in told["0-1"]
+    assert "interrupted 20 times in a row without a new token" in told["0-2"]
