@@ -29,6 +29,7 @@ TTL_S = 15.0
 BEATS = "beat"
 LEASES = "lease"
 LAUNCHERS = "launcher"
+TRIES = 5
 
 
 @wire.schema("lease", 1)
@@ -159,22 +160,34 @@ class Lease:
 
     async def renew(self) -> None:
         """Raises LeaseLost if another process has it now. One that merely ran out is taken again."""
-        kv, value, asked = self._registry._kv, wire.encode(self.record), _now()
+        asked = _now()
         try:
-            self._revision = await kv.update(self._key, value, self._revision, ttl_s=self._registry.ttl_s)
-            self._renewed(asked)
-            return
-        except Conflict as error:
+            self._revision = await self._write(self._revision)
+        except Conflict:
+            self._revision = await self._settle()
+        self._renewed(asked)
+
+    async def _write(self, revision: int) -> int:
+        kv, ttl_s = self._registry._kv, self._registry.ttl_s
+        return await kv.update(self._key, wire.encode(self.record), revision, ttl_s=ttl_s)
+
+    async def _settle(self) -> int:
+        """The key is not as it was left: it ran out, or an earlier renewal was stored without an answer, or it is another's."""
+        kv, ttl_s, holder = self._registry._kv, self._registry.ttl_s, "one process after the other"
+        for _ in range(TRIES):
             held = await kv.get(self._key)
-            if held is not None and wire.decode(held[0], LeaseRecord).token != self.record.token:
-                self._forget()
-                raise LeaseLost(self.record.service, str(wire.decode(held[0], LeaseRecord))) from error
-        try:
-            self._revision = await kv.create(self._key, value, ttl_s=self._registry.ttl_s)
-            self._renewed(asked)
-        except KeyExists as error:
-            self._forget()
-            raise LeaseLost(self.record.service, "taken by another process just now") from error
+            try:
+                if held is None:
+                    return await kv.create(self._key, wire.encode(self.record), ttl_s=ttl_s)
+                record = wire.decode(held[0], LeaseRecord)
+                if record.token == self.record.token:
+                    return await self._write(held[1])
+            except (Conflict, KeyExists):
+                continue
+            holder = str(record)
+            break
+        self._forget()
+        raise LeaseLost(self.record.service, holder)
 
     def _renewed(self, at: float) -> None:
         self.broken = self.broken or at - self.renewed >= self._registry.ttl_s

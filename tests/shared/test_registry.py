@@ -159,3 +159,20 @@ def test_who_is_dead() -> None:
     )
     assert not is_dead(LeaseRecord("s", "r", "t", "another-host", me, 1, 0.0)), "only its own host can tell"
     assert process_start(2**22 + 1) == 0
+
+
+@pytest.mark.parametrize("ran_out", [False, True], ids=["renewed", "taken again"])
+async def test_own_write_that_was_stored_without_an_answer_is_no_loss(
+    broker: EmbeddedBroker, connect: Any, run_name: str, ran_out: bool
+) -> None:
+    """A broker whose disk is full may store a renewal and not say so: the key is at a revision that its holder does not know."""
+    ours = await registry(connect, broker.url, run_name)
+    lease = await ours.claim("controller", "a")
+    if ran_out:
+        await ours._kv.delete(lease._key)
+    await ours._kv.put(lease._key, wire.encode(lease.record), ttl_s=15)
+    await lease.renew()
+    await lease.renew()
+    other = await registry(connect, broker.url, run_name)
+    with pytest.raises(AlreadyActive, match="replica 'a'"):
+        await other.claim("controller", "b")
