@@ -27,19 +27,27 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int, field: str) -> socket.socket:
-    """A bound socket. ConfigError names `field`, the section that holds host and port."""
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. OSError if that cannot be."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except OSError:
         listener.close()
+        raise
+    return listener
+
+
+def listen(host: str, port: int, field: str) -> socket.socket:
+    """A bound socket. ConfigError names `field`, the section that holds host and port."""
+    try:
+        return bind(host, port)
+    except OSError as error:
         raise ConfigError(
             f"{field}.host, {field}.port: cannot listen on {host}:{port} ({error.strerror}); "
             f"set {field}.port to 0 for a free one, or stop what holds it"
         ) from error
-    return listener
 
 
 @contextlib.asynccontextmanager

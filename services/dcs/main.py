@@ -7,10 +7,8 @@ takes the same port if it can. The heartbeat carries its URL. Rules: versions.py
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import Generator
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -20,6 +18,7 @@ from services.dcs.coordinator import Coordinator
 from services.dcs.versions import STATE_KEY, State
 from shared.errors import TransportError
 from shared.http_auth import guard
+from shared.http_server import Server, bind
 from shared.network import http_url
 from shared.service import Context, ServiceFailed
 
@@ -27,14 +26,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 GRACEFUL_S = 5
-
-
-class Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: the service's life cycle has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 async def main(ctx: Context) -> None:
@@ -88,24 +79,13 @@ async def _listen(ctx: Context) -> socket.socket:
     earlier = urlsplit(State.load(entry[0]).url).port if entry else None
     if not wanted and earlier:
         try:
-            return _bind(ctx.config.dcs.host, earlier)
+            return bind(ctx.config.dcs.host, earlier)
         except OSError as error:
             log.info("port %d of the last process is not free (%s); taking another", earlier, error)
     try:
-        return _bind(ctx.config.dcs.host, wanted)
+        return bind(ctx.config.dcs.host, wanted)
     except OSError as error:
         raise ServiceFailed(
             f"dcs.host, dcs.port: cannot listen on {ctx.config.dcs.host}:{wanted} ({error.strerror}); "
             "set dcs.port to 0 for a free port, or stop what holds it"
         ) from error
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
