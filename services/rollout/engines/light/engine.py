@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from services.rollout.engines.light.kv_cache import KVCache
-from services.rollout.engines.light.model import DTYPES, ModelConfig, Qwen3, load
+from services.rollout.engines.light.model import ModelConfig, Qwen3, load
 from services.rollout.engines.light.options import EngineOptions
 from services.rollout.engines.light.protocol import Limits
 from services.rollout.engines.light.scheduler import Scheduler
+from services.rollout.engines.receiving import DTYPES
 
 DEFAULT_TOKENS = 1 << 17
 CPU_SHARE, GPU_SHARE = 0.25, 0.5

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from services.rollout.engines.light.tensors import Parameter, Tensors
+from services.rollout.engines.receiving import DTYPES
 
 MIN_ROWS = 4
 LENGTH_UNIT = 16
 KNOWN = ("Qwen3ForCausalLM",)
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ModelError(ValueError):

@@ -20,7 +20,8 @@ from services.rollout.engines.fields import BadRequest, Fields
 from services.rollout.engines.light.engine import Engine
 from services.rollout.engines.light.protocol import answer, parse_generate
 from services.rollout.engines.light.scheduler import SchedulerDead
-from services.rollout.engines.light.weights import UpdateError, Weights
+from services.rollout.engines.light.weights import Weights
+from services.rollout.engines.receiving import UpdateError
 from services.rollout.engines.update_routes import UpdateRoutes, refusal
 from services.rollout.engines.update_routes import done as success
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.dcs.digest import TensorSpec, dtype_name, tensor_checksum
+from services.dcs.digest import TensorSpec
 from services.rollout.engines.light.tensors import Tensors
+from services.rollout.engines.receiving import spec_of
 
 KEPT_BUCKETS = 8
 """So many may wait to be hashed and written; receiving waits for the oldest then."""
@@ -41,7 +42,7 @@ class Stage:
             job.result()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        spec = TensorSpec(name, dtype_name(tensor), tuple(tensor.shape), tensor_checksum(tensor))
+        spec = spec_of(name, tensor)
         self.tensors.parameters[name].write(tensor)
         self.specs[name] = spec
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch.distributed as dist
 
 from services.rollout.engines.fields import BadRequest
+from services.rollout.engines.receiving import UpdateError
 from services.rollout.engines.sglang.target import LoadedOtherWeights, SglangTarget
-from services.rollout.engines.sglang.updates import UpdateError, Weights
+from services.rollout.engines.sglang.updates import Weights
 from services.rollout.engines.update_routes import UpdateRoutes, refusal
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from services.dcs.digest import TensorSpec
-from services.rollout.engines.sglang.updates import UpdateError, specs_of
+from services.rollout.engines.receiving import UpdateError
+from services.rollout.engines.sglang.updates import specs_of
 from services.rollout.engines.sglang.views import Unsupported, View, views
 from services.rollout.engines.update_routes import Mode
 
