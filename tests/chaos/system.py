@@ -22,6 +22,7 @@ from services.controller.launchers.broker import read_address
 from services.dcs import snapshots
 from shared import wire
 from shared.records import Event, Receipt
+from tests.processes import children, replicas
 from tests.shared.runs import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
@@ -174,24 +175,13 @@ class System:
         if part == "broker":
             address = read_address(self.workdir / "broker.json")
             return address.pid if address is not None and _is_broker(address.pid) else None
-        with suppress(psutil.Error):
-            if part not in INSIDE:
-                return self._replicas().get(part)
-            parent = self._replicas().get(INSIDE[part])
-            children = psutil.Process(parent).children() if parent is not None else []
-            return children[0].pid if children else None
-        return None
-
-    def _replicas(self) -> dict[str, int]:
         if not self.running or self.up is None:
-            return {}
-        found = {}
-        for child in psutil.Process(self.up.pid).children():
-            with suppress(psutil.Error):
-                words = child.cmdline()
-                if "--replica" in words:
-                    found[words[words.index("--replica") + 1]] = child.pid
-        return found
+            return None
+        pid = replicas(self.up.pid).get(INSIDE.get(part, part))
+        if pid is None or part not in INSIDE:
+            return pid
+        inside = children(pid)
+        return inside[0].pid if inside else None
 
     async def kill(self, part: str, number: signal.Signals = signal.SIGKILL) -> int | None:
         """Signal it as soon as it is there. None: the run ended first."""

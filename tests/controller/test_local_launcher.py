@@ -7,10 +7,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-import psutil
-
 from services.controller.launchers.launcher import tail
 from services.controller.launchers.local import LocalLauncher
+from tests.processes import ended
 from tests.shared.runs import until
 
 QUIET = "import signal; print('up', flush=True); signal.pause()"
@@ -72,7 +71,7 @@ async def test_who_does_not_leave_is_killed_with_all_it_started(tmp_path):
     await one.start("rollout", "rollout-0")
     grandchild = int((await says(tmp_path, "rollout-0", "child")).split()[1])
     assert await one.stop(0.2) == ["rollout-0"]
-    await until(lambda: not psutil.pid_exists(grandchild) or _zombie(grandchild), "the grandchild is gone")
+    await until(lambda: ended(grandchild), "the grandchild is gone")
 
 
 async def test_children_die_with_their_parent(tmp_path):
@@ -91,17 +90,10 @@ async def test_children_die_with_their_parent(tmp_path):
     pid = int(await asyncio.wait_for(process.stdout.readline(), 20))
     process.kill()
     await process.wait()
-    await until(lambda: not psutil.pid_exists(pid) or _zombie(pid), "the child is gone")
+    await until(lambda: ended(pid), "the child is gone")
 
 
 def test_the_end_of_a_long_log(tmp_path):
     log = tmp_path / "x.log"
     log.write_text("".join(f"line {number}\n" for number in range(100_000)))
     assert tail(log, 2) == ["line 99998", "line 99999"]
-
-
-def _zombie(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

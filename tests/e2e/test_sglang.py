@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from services.controller.attach import Run
@@ -28,6 +27,7 @@ from shared import wire
 from shared.records import Announcement, Group
 from shared.sections import TrainerConfig
 from tests.e2e.test_run import GROUPS, Example, until_trained
+from tests.processes import children, words
 from tests.shared.runs import until
 
 pytestmark = pytest.mark.sglang
@@ -101,9 +101,9 @@ async def kill_scheduler(run: Run) -> None:
     """SGLang's own child of a replica at work: its server and its replica have to notice, and to start another."""
     rollouts = [beat for beat in await run.registry.alive() if beat.replica.startswith("rollout-")]
     serving = max(rollouts, key=lambda beat: beat.progress)
-    children = psutil.Process(serving.pid).children(recursive=True)
-    schedulers = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
-    assert schedulers, [child.cmdline() for child in children]
+    inside = children(serving.pid, recursive=True)
+    schedulers = [child for child in inside if "sglang::scheduler" in " ".join(words(child))]
+    assert schedulers, [words(child) for child in inside]
     schedulers[0].kill()
 
 

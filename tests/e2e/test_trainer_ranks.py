@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from services.trainer.checkpoint import CheckpointStore
 from tests.e2e.test_run import DEADLINE_S, EXAMPLE, GROUPS, Example, heartbeat, until_trained
+from tests.processes import children, ended
 from tests.shared.runs import until
 
 STEPS = 8
@@ -49,13 +48,13 @@ async def test_two_tensor_parallel_ranks_and_one_of_them_killed(example: Example
         await until(lambda: CheckpointStore(example.workdir / "checkpoints").entries()[1:], "a checkpoint", DEADLINE_S)
         beat = await heartbeat(run, "trainer-0")
         assert beat is not None
-        (other,) = psutil.Process(beat.pid).children()
-        other.send_signal(signal.SIGKILL)
+        (other,) = children(beat.pid)
+        other.kill()
         assert await asyncio.wait_for(up.wait(), DEADLINE_S) == 0, (example.folder / "output.txt").read_text()
     balanced(example.report)
     log = (example.workdir / "logs/trainer-0.log").read_text()
     assert "lost another rank: rank 1 ended with exit code -9" in log
-    assert not other.is_running()
+    await until(lambda: ended(other.pid), "the killed rank is gone", DEADLINE_S)
 
 
 async def test_two_replicas_with_the_distributed_optimiser_under_torchrun(example: Example) -> None:

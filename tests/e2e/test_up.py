@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import yaml
 from services.controller.attach import attach
 from services.controller.launchers.broker import read_address
 from shared.wanted import Wanted, change
+from tests.processes import ended, replicas
 from tests.shared.runs import until
 
 DEADLINE_S = 60.0
@@ -74,15 +76,10 @@ class Up:
         assert self.process is not None
         self.process.send_signal(number)
 
-    def children(self) -> dict[str, psutil.Process]:
-        """Service processes by replica."""
+    def replicas(self) -> dict[str, int]:
+        """Process ids of the services."""
         assert self.process is not None
-        found = {}
-        for child in psutil.Process(self.process.pid).children():
-            words = child.cmdline()
-            if "--replica" in words:
-                found[words[words.index("--replica") + 1]] = child
-        return found
+        return replicas(self.process.pid)
 
     def report(self) -> dict:
         return json.loads((self.workdir / "report.json").read_text())
@@ -99,8 +96,9 @@ class Up:
             self.process.kill()
             await self.process.wait()
         address = read_address(self.workdir / "broker.json")
-        if address is not None and psutil.pid_exists(address.pid):
-            os.kill(address.pid, signal.SIGKILL)
+        if address is not None:
+            with suppress(ProcessLookupError):
+                os.kill(address.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -113,10 +111,6 @@ async def run(tmp_path):
 async def by_up(run: Up, service: str) -> list[dict]:
     """The events of a service that the launcher told."""
     return [event for event in await run.events(service) if event["detail"].get("by") == "up"]
-
-
-def gone(processes) -> bool:
-    return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in processes)
 
 
 async def test_a_run_from_start_to_report_and_again(run):
@@ -161,13 +155,13 @@ async def test_another_config_cannot_go_on(run):
 async def test_ctrl_c_drains_and_the_same_command_goes_on(run):
     await run.start("steps=400", step_s=0.25)
     await run.says("step 2/400")
-    services = list(run.children().values())
+    services = list(run.replicas().values())
     assert len(services) == 5
     run.signal(signal.SIGINT)
     assert await run.ends() == 130
     assert "the same command goes on where it stopped" in run.text
     assert "drained" in (run.workdir / "logs/reward-0.log").read_text()
-    assert gone(services)
+    assert all(map(ended, services))
     done = run.report()["steps"]
     assert 2 <= done < 400
     await run.start(f"steps={done + 2}")
@@ -195,26 +189,26 @@ async def test_a_killed_trainer_is_started_again(run):
 async def test_a_killed_service_comes_back_and_nobody_else_is_touched(run):
     await run.start("steps=400", step_s=0.25)
     await run.says("step 1/400")
-    before = run.children()
-    before["rollout-0"].kill()
+    before = run.replicas()
+    os.kill(before["rollout-0"], signal.SIGKILL)
     await run.says("rollout-0 is back after")
-    after = run.children()
-    assert [name for name in before if before[name].pid != after[name].pid] == ["rollout-0"]
+    after = run.replicas()
+    assert [name for name in before if before[name] != after[name]] == ["rollout-0"]
     run.signal(signal.SIGTERM)
     assert await run.ends() == 130
     assert "did not drain" not in run.text
     story = {event["kind"]: event for event in await by_up(run, "rollout")}
     assert list(story) == ["exit", "restart", "back"]
-    assert story["exit"]["detail"]["pid"] == before["rollout-0"].pid
+    assert story["exit"]["detail"]["pid"] == before["rollout-0"]
     assert story["restart"]["detail"]["cause"] == "killed by SIGKILL"
-    assert story["back"]["detail"]["pid"] == after["rollout-0"].pid
+    assert story["back"]["detail"]["pid"] == after["rollout-0"]
     assert 0 < story["restart"]["detail"]["down_s"] < story["back"]["detail"]["down_s"]
 
 
 async def test_a_hung_service_is_found_by_its_silence_and_replaced(run):
     await run.start("steps=4000", "heartbeat_ttl_s=3", step_s=0.1)
     await run.says("step 1/4000")
-    run.children()["controller-0"].send_signal(signal.SIGSTOP)
+    os.kill(run.replicas()["controller-0"], signal.SIGSTOP)
     await run.says("controller-0 is back after")
     assert "controller-0 died (hung: its process lived without a heartbeat for" in run.text
     run.signal(signal.SIGTERM)
@@ -240,7 +234,7 @@ async def test_a_service_that_cannot_come_up_says_so_once(run):
 async def test_who_is_asked_to_stop_is_not_started_again(run):
     await run.start("steps=400", step_s=0.25)
     await run.says("step 1/400")
-    run.children()["rollout-0"].terminate()
+    os.kill(run.replicas()["rollout-0"], signal.SIGTERM)
     await run.says("rollout-0 was asked to stop and left; that was the last rollout, and the run waits for another one")
     run.signal(signal.SIGTERM)
     assert await run.ends() == 130
@@ -262,10 +256,10 @@ async def test_a_broker_that_fails_is_started_again_and_the_run_finishes(run, nu
 async def test_when_up_is_killed_its_services_die_and_the_same_command_goes_on(run):
     await run.start("steps=400", step_s=0.25)
     await run.says("step 2/400")
-    services = list(run.children().values())
+    services = list(run.replicas().values())
     run.signal(signal.SIGKILL)
     await run.ends()
-    await until(lambda: gone(services), "the services are gone")
+    await until(lambda: all(map(ended, services)), "the services are gone")
     await run.start("steps=6")
     assert await run.ends() == 0, run.text
     assert "going on with" in run.text
@@ -314,7 +308,7 @@ async def test_replicas_that_are_wanted_come_and_those_that_are_not_leave(run):
         await until(there, "the launcher tells of itself", DEADLINE_S)
         await change(handle.kv, less)
         await until(lambda: beats(), "both have left, also the one that the run began with", DEADLINE_S)
-    await until(lambda: not {"rollout-0", "rollout-1"} & run.children().keys(), "their processes are gone", DEADLINE_S)
+    await until(lambda: not {"rollout-0", "rollout-1"} & run.replicas().keys(), "their processes are gone", DEADLINE_S)
     events = await by_up(run, "rollout")
     messages = [event["message"] for event in events if event["kind"] == "exit"]
     assert len(messages) == 2

@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from services.reward.pool import Died, Job, Pool, Worker
 from services.reward.scoring import FunctionError, Outcome
 from shared.config import RunConfig, parse
+from tests.processes import ended
+from tests.shared.runs import until
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -139,13 +140,12 @@ async def test_no_process_outlives_the_service() -> None:
     try:
         assert parent.stdout is not None
         line = await asyncio.wait_for(parent.stdout.readline(), 20)
-        workers = [psutil.Process(int(pid)) for pid in line.split()]
+        workers = [int(pid) for pid in line.split()]
         assert len(workers) == 2
     finally:
         parent.kill()
         await parent.wait()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, workers, 5)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    await until(lambda: all(map(ended, workers)), "the workers are gone")
 
 
 async def test_groups_are_spread_over_the_processes() -> None:

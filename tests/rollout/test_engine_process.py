@@ -8,12 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from services.rollout.engines import process as process_module
 from services.rollout.engines.client import EngineClient, EngineDead
 from services.rollout.engines.process import EngineProcess, EngineStartError, Launch, flags
+from tests.processes import ended
 from tests.rollout.tiny import until
 
 
@@ -77,7 +77,7 @@ async def test_an_engine_that_never_gets_ready_is_ended_with_its_children(tmp_pa
     with pytest.raises(EngineStartError, match="(?s)not ready within 2 s.*still loading"):
         await EngineProcess.start("slow", tmp_path, ready_timeout_s=2)
     parent, child = map(int, pids.read_text().split())
-    await until(lambda: not any(map(_runs, (parent, child))))
+    await until(lambda: all(map(ended, (parent, child))))
 
 
 async def test_an_engine_dies_with_the_process_that_started_it(model) -> None:
@@ -95,15 +95,8 @@ async def test_an_engine_dies_with_the_process_that_started_it(model) -> None:
     try:
         assert starter.stdout is not None
         pid = int(await starter.stdout.readline())
-        assert _runs(pid)
+        assert not ended(pid)
     finally:
         starter.kill()
         await starter.wait()
-    await until(lambda: not _runs(pid))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    await until(lambda: ended(pid))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -184,13 +185,19 @@ async def test_full_blob_stream_makes_the_publisher_wait(broker: EmbeddedBroker,
 
 async def test_large_payload_over_a_killed_broker(own_broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
     queue = await open_queue(await connect(own_broker.url), run_name)
-    payloads = {f"g{i}": bytes([i]) * (MESSAGE_LIMIT + i + 1) for i in range(20)}
-    work = asyncio.create_task(
-        queue.publish_all([(queue.subjects.advantages, payload, name) for name, payload in payloads.items()])
-    )
+    payloads: dict[str, bytes] = {}
+    killed = False
+
+    def messages() -> Iterator[tuple[str, bytes, str]]:
+        while not killed:
+            number = len(payloads)
+            payloads[f"g{number}"] = bytes([number % 256]) * (MESSAGE_LIMIT + number + 1)
+            yield queue.subjects.advantages, payloads[f"g{number}"], f"g{number}"
+
+    work = asyncio.create_task(queue.publish_all(messages()))
     await until(lambda: stored_some(queue), "some are stored")
-    assert not work.done()
     await asyncio.to_thread(own_broker.kill)
+    killed = True
     await asyncio.to_thread(own_broker.start)
     await asyncio.wait_for(work, 60)
     puller = await queue.pull("advantages", "trainer", prefetch=2)
