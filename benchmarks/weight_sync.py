@@ -6,9 +6,10 @@ A real DCS, the trainer's publisher, and light engines as processes of their own
 baseline are as many processes and one warm flat tensor, sent whole and in buckets of the same size, the better of which counts.
 Rounds of both alternate; medians count. For each size and number of receivers:
 
-    transfer        from the first bucket until the slowest engine has the last one, HTTP calls between the buckets included
+    transfer        from the first bucket until the last one is sent, waiting for engines that have not asked for theirs included
     ratio           transfer over the baseline. Aim: at most 1.15 at 0.5 GB and above
-    verified        transfer and what checking every tensor's sha256 took beyond it: engines hash while they receive
+    start           for how long the slowest engine waited for the first bucket, and ended after the publisher
+    verified        transfer, start, and what checking every tensor's sha256 took beyond them: engines hash while they receive
     switch          asked to switch, until the engine has; it waits for the running step to end
 
 `pause_ms`: for how long the switch keeps generation from its next step at 0.5 GB, the worst seen. Aim: under 50. `pull_mb_per_s`:
@@ -250,12 +251,15 @@ def line(
     def slowest(*parts: str) -> float:
         return median(max(sum(r.seconds[part] for part in parts) for r in records) for _, records in ours)
 
-    bare, transfer, verified = median(theirs), slowest("transfer"), slowest("transfer", "verify")
-    ratio = transfer / bare
-    publisher = {name: median(s[name] for s, _ in ours) for name in ("copy_s", "checksum_s", "snapshot_s")}
+    publisher = {
+        name: median(s[name] for s, _ in ours) for name in ("broadcast_s", "copy_s", "checksum_s", "snapshot_s")
+    }
+    bare, transfer, verified = median(theirs), publisher.pop("broadcast_s"), slowest("transfer", "verify")
+    ratio, start = transfer / bare, max(0.0, slowest("transfer") - transfer)
     print(
         f"{gigabytes:4.1f} GB to {count}: bare {bare:6.3f} s ({nbytes / bare / 1e9:4.2f} GB/s), transfer {transfer:6.3f} s, "
-        f"ratio {ratio:4.2f}; verified {verified:6.3f} s ({verified / bare:4.2f}); switch {1e3 * slowest('switch'):5.1f} ms; "
+        f"ratio {ratio:4.2f}; start {1e3 * start:3.0f} ms; verified {verified:6.3f} s ({verified / bare:4.2f}); "
+        f"switch {1e3 * slowest('switch'):5.1f} ms; "
         f"publisher: copy {publisher['copy_s']:5.3f}, checksums {publisher['checksum_s']:5.3f}, "
         f"snapshot {publisher['snapshot_s']:5.3f} s",
         flush=True,
@@ -263,6 +267,7 @@ def line(
     return {
         "bare_s": round(bare, 4),
         "transfer_s": round(transfer, 4),
+        "start_s": round(start, 4),
         "ratio_vs_broadcast": round(ratio, 3),
         "ratio_with_digest": round(verified / bare, 3),
         **{name: round(value, 4) for name, value in publisher.items()},

@@ -23,7 +23,7 @@ from services.rollout.engines.receiving import spec_of
 KEPT_BUCKETS = 8
 """So many may wait to be hashed and written; receiving waits for the oldest then."""
 NICE = 10
-"""Of the thread that hashes: it takes what receiving and generating leave of the cores."""
+"""By so much is the thread that hashes nicer than the engine: it takes what receiving and generating leave of the cores."""
 
 
 @dataclass(slots=True)
@@ -91,4 +91,5 @@ class Stager:
 def _give_way() -> None:
     """Nice, for this thread alone: only on Linux each has its own."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICE))
