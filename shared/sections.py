@@ -255,6 +255,10 @@ class DcsConfig(Section):
     """Newest deltas kept for receivers that pull: what changed from one version to the next. 0: none are made."""
     broadcast: bool = True
     """False: no replica takes part in a broadcast; all pull snapshots or deltas, as those do that cannot be reached."""
+    store: str = Field("", pattern=r"^((s3|gs|az)://.+)?$")
+    """Object store for snapshots and deltas, so that pulling does not load the DCS's host: `s3://bucket/prefix` (also `gs://`, `az://`).
+    Only the DCS has its credentials, from the usual variables (`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`,
+    `AWS_ENDPOINT_URL`); the others are sent signed addresses."""
     shared_folder: bool = True
     """Whoever pulls and sees `<workdir>/snapshots` on a disk of its own takes the files there instead of through HTTP."""
 

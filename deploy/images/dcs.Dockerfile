@@ -10,7 +10,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE constraints-cpu.txt ./
 RUN mkdir shared services && touch shared/__init__.py services/__init__.py
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --constraint constraints-cpu.txt '.[dcs]'
+    pip install --constraint constraints-cpu.txt '.[dcs,store]'
 COPY shared shared
 COPY services services
 RUN pip install --no-deps --force-reinstall --no-cache-dir .

@@ -35,7 +35,10 @@ DELTA_WAIT_S = 20.0
 """For a delta that is being made: its version was announced moments ago."""
 SILENCE_TIMEOUT_S = 30.0
 """A transfer in which nothing arrives for so long is broken off."""
+PROMPT = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
+PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
 RETRY_S = (0.1, 0.2, 0.5, 1.0)
+REDIRECT = 307
 
 
 class Refused(RuntimeError):
@@ -57,6 +60,8 @@ class DcsClient:
         self._kv = kv
         self._url = ""
         self._session: aiohttp.ClientSession | None = None
+        self._tried: set[str] = set()
+        """What the object store was asked for. Whoever asks again got less than the file, or other bytes."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -127,16 +132,35 @@ class DcsClient:
         await self._download(f"/versions/{delta.version}/deltas/{delta.base}/{name}", into, size)
 
     async def _download(self, path: str, into: Path, size: int) -> None:
-        have = into.stat().st_size if into.exists() else 0
+        async def read(response: aiohttp.ClientResponse) -> str:
+            if response.status == REDIRECT:
+                return response.headers["Location"]
+            await _append(response, into)
+            return ""
 
-        async def read(response: aiohttp.ClientResponse) -> None:
-            resumed = response.status == 206
-            with into.open("ab" if resumed else "wb") as file:
-                async for chunk in _chunks(response):
-                    await asyncio.to_thread(file.write, chunk)
+        if path not in self._tried:
+            elsewhere = await self._call("GET", path, read, headers=_missing(into, size), moves_bytes=True)
+            if not elsewhere:
+                return
+            self._tried.add(path)
+            if await self._from_store(elsewhere, into, size):
+                return
+        await self._call("GET", f"{path}?direct=true", read, headers=_missing(into, size), moves_bytes=True)
 
-        headers = {"Range": f"bytes={have}-"} if 0 < have < size else {}
-        await self._call("GET", path, read, headers=headers, moves_bytes=True)
+    async def _from_store(self, url: str, into: Path, size: int) -> bool:
+        """False: the store does not give it. Its address is a secret."""
+        try:
+            async with self._open().get(url, headers=_missing(into, size), timeout=PATIENT) as response:
+                if response.status < 400:
+                    await _append(response, into)
+                    return True
+                problem = f"HTTP {response.status}"
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            problem = str(error) or type(error).__name__
+        log.warning(
+            "%s: the object store at %s gives no answer (%s); asking the DCS", into.name, urlsplit(url).netloc, problem
+        )
+        return False
 
     # -- anyone -------------------------------------------------------------------------------------------------------
 
@@ -179,15 +203,18 @@ class DcsClient:
         headers: dict[str, str] | None = None,
         moves_bytes: bool = False,
     ) -> T:
-        timeout = aiohttp.ClientTimeout(
-            total=None if moves_bytes else CALL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
-        )
         url = await self._find()
         session = self._open()
         body = _file_chunks(data) if data else None
         try:
             async with session.request(
-                method, url + path, json=json, data=body, headers=http_auth.headers() | (headers or {}), timeout=timeout
+                method,
+                url + path,
+                json=json,
+                data=body,
+                headers=http_auth.headers() | (headers or {}),
+                timeout=PATIENT if moves_bytes else PROMPT,
+                allow_redirects=False,
             ) as response:
                 if response.status >= 400:
                     await _refuse(f"{method} {url}{path}", response)
@@ -247,6 +274,19 @@ async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             yield bytes(piece)
             piece.clear()
     yield bytes(piece)
+
+
+def _missing(into: Path, size: int) -> dict[str, str]:
+    """The header that asks for the rest of a file."""
+    have = into.stat().st_size if into.exists() else 0
+    return {"Range": f"bytes={have}-"} if 0 < have < size else {}
+
+
+async def _append(response: aiohttp.ClientResponse, into: Path) -> None:
+    """What was asked for, or all of it if the server does not know ranges."""
+    with into.open("ab" if "Content-Range" in response.headers else "wb") as file:
+        async for chunk in _chunks(response):
+            await asyncio.to_thread(file.write, chunk)
 
 
 async def _file_chunks(path: Path) -> AsyncIterator[bytes]:

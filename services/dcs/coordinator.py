@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from services.dcs import rollback, snapshots
 from services.dcs.delta_maker import DeltaMaker
+from services.dcs.mirror import Mirror
 from services.dcs.rollback import Wish
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.versions import STATE_KEY, Group, Member, State, UnknownVersion, Version, VersionError, Versions
@@ -52,7 +53,11 @@ class Coordinator:
         self._config, self._queue, self._kv, self._registry, self._events = config, queue, kv, registry, events
         self._subjects = Subjects(config.run)
         self.snapshots = config.work_path / "snapshots"
-        self.deltas = DeltaMaker(self.snapshots, config.dcs.keep_deltas, events, config.dcs.timeout_s)
+        store = config.dcs.store
+        self.mirror = Mirror.open(store, self.snapshots, config.run, events) if store else None
+        self.deltas = DeltaMaker(
+            self.snapshots, config.dcs.keep_deltas, events, config.dcs.timeout_s, self._files_changed
+        )
         self.url = url
         self.changes = 0
         self._rules = self._rules_over(State())
@@ -158,6 +163,8 @@ class Coordinator:
             if known.group is None:
                 self.deltas.broadcast_over(version)
         await asyncio.to_thread(self._prune)
+        if known.group is None:
+            self._files_changed()
         if known.group is not None and known.group.epoch > epoch_before:
             await self._tell_regrouping(known.group)
         return known
@@ -179,6 +186,7 @@ class Coordinator:
             )
         )
         self.deltas.broadcast_over(version)
+        self._files_changed()
         if not ok:
             await self._tell_failure(known)
         return known
@@ -332,6 +340,10 @@ class Coordinator:
                 await self._tell_failure(known)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _files_changed(self) -> None:
+        if self.mirror is not None:
+            self.mirror.wake()
 
     async def _alive(self) -> set[str]:
         """Those who may count on it that have a heartbeat."""

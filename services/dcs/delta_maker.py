@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,10 +28,12 @@ NICE = 10
 
 
 class DeltaMaker:
-    """`keep` newest deltas; 0: none are made. `patience_s`: how long a broadcast may hold one up."""
+    """`keep` newest deltas; 0: none are made. `patience_s`: how long a broadcast may hold one up. `made` is called for each."""
 
-    def __init__(self, root: Path, keep: int, events: Events, patience_s: float) -> None:
-        self._root, self._keep, self._events, self._patience_s = root, keep, events, patience_s
+    def __init__(
+        self, root: Path, keep: int, events: Events, patience_s: float, made: Callable[[], None] = lambda: None
+    ) -> None:
+        self._root, self._keep, self._events, self._patience_s, self._made = root, keep, events, patience_s, made
         self._making: dict[int, asyncio.Task[None]] = {}
         self._over: dict[int, asyncio.Event] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas", initializer=_give_way)
@@ -53,6 +56,7 @@ class DeltaMaker:
             started = time.monotonic()
             delta = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, base, new)
             log.info("delta %d -> %d: %s, %.2f s", base, new.version, delta and delta.size, time.monotonic() - started)
+            self._made()
         except (SnapshotError, OSError) as error:
             text = f"from version {base} to {new.version}: {error}; who needs it pulls the snapshot"
             await self._events.publish("delta_failed", text, version=new.version)

@@ -1,4 +1,7 @@
-"""The files of snapshots and deltas over HTTP: the routes of the DCS that move bytes. Downloads take Range."""
+"""The files of snapshots and deltas over HTTP: the routes of the DCS that move bytes. Downloads take Range.
+
+A file that is in the object store (mirror.py) is answered with a redirect there; `?direct=true` asks for the bytes from here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Query, Request
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, RedirectResponse, Response
 from pydantic import BaseModel
 
 from services.dcs import deltas, snapshots
@@ -44,10 +47,14 @@ def add_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """The manifest of its snapshot."""
         return _file(snapshots.folder(root, version), version, snapshots.MANIFEST)
 
-    @app.get("/versions/{version}/files/{name}")
-    async def download(version: int, name: str) -> FileResponse:
+    async def found(folder: Path, version: int, name: str, direct: bool) -> Response:
+        link = await coordinator.mirror.link(f"{folder.relative_to(root)}/{name}") if coordinator.mirror else None
+        return _file(folder, version, name) if direct or link is None else RedirectResponse(link)
+
+    @app.get("/versions/{version}/files/{name}", response_class=FileResponse)
+    async def download(version: int, name: str, direct: bool = False) -> Response:
         """A file of its snapshot; takes Range."""
-        return _file(snapshots.folder(root, version), version, name)
+        return await found(snapshots.folder(root, version), version, name, direct)
 
     @app.put("/versions/{version}/files/{name}", status_code=204)
     async def upload(version: int, name: str, request: Request) -> None:
@@ -57,13 +64,13 @@ def add_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get("/versions/{version}/deltas")
     async def leading_to(version: int, wait_s: Wait = 0.0) -> list[DeltaAnswer]:
         """The deltas that may lead to it, in chains; with `wait_s`, once those that are being made are there."""
-        found = await coordinator.deltas.leading_to(version, wait_s)
-        return [DeltaAnswer.model_validate(delta, from_attributes=True) for delta in found]
+        known = await coordinator.deltas.leading_to(version, wait_s)
+        return [DeltaAnswer.model_validate(delta, from_attributes=True) for delta in known]
 
-    @app.get("/versions/{version}/deltas/{base}/{name}")
-    async def download_delta(version: int, base: int, name: str) -> FileResponse:
+    @app.get("/versions/{version}/deltas/{base}/{name}", response_class=FileResponse)
+    async def download_delta(version: int, base: int, name: str, direct: bool = False) -> Response:
         """A file of the delta from version `base`; takes Range."""
-        return _file(deltas.folder(root, base, version), version, name)
+        return await found(deltas.folder(root, base, version), version, name, direct)
 
 
 def _file(folder: Path, version: int, name: str) -> FileResponse:

@@ -39,18 +39,24 @@ async def main(ctx: Context) -> None:
     server = Server(options)
     serving = asyncio.create_task(server.serve([listener]))
     folding = asyncio.create_task(coordinator.fold_received())
+    tasks = {serving, folding}
+    if coordinator.mirror is not None:
+        tasks.add(asyncio.create_task(coordinator.mirror.run()))
     try:
         while not ctx.stopping.is_set():
             await _turn(ctx, coordinator)
-            await ctx.stop_or(asyncio.wait({serving, folding}, return_when=asyncio.FIRST_COMPLETED), TICK_S)
-            for task in (serving, folding):
+            await ctx.stop_or(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), TICK_S)
+            for task in tasks:
                 if task.done():
                     task.result()
-                    raise ServiceFailed("the HTTP server or the reader of the weights stream ended by itself")
+                    raise ServiceFailed(
+                        "the HTTP server, the reader of the weights stream or the store's copy ended by itself"
+                    )
     finally:
         server.should_exit = True
-        folding.cancel()
-        await asyncio.gather(serving, folding, return_exceptions=True)
+        for task in tasks - {serving}:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await coordinator.deltas.close()
         await lease.release()
 
