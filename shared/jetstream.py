@@ -30,6 +30,7 @@ from shared.errors import (
     AccessDenied,
     ApiError,
     BrokerRefuses,
+    BrokerTooOld,
     BrokerUnavailable,
     NotJetStream,
     RequestTimeout,
@@ -45,6 +46,8 @@ RETRY_S = 0.1
 WRITE_BACKLOG_BYTES = 64 << 20
 """What may wait for the socket before `send` refuses. Publish windows stay far below it."""
 DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+LEAST_LEVEL = 1
+"""JetStream's own number of what it can do: 1 is nats-server 2.11, the first that lets a message have a time to live."""
 STORAGE_CODES = {10002, 10023, 10028, 10047}
 
 JetStreamReply = dict[str, Any]
@@ -345,8 +348,8 @@ class Connection:
     async def open(
         cls, url: str, *, name: str, deadline_s: float = 10.0, options: Mapping[str, Any] | None = None
     ) -> Connection:
-        """Connect and make sure that JetStream answers. `options` go to nats-py under its own names (tls, nkeys_seed, ...);
-        without any, SLIPSTREAM_CREDENTIALS says who this process is (shared/credentials.py)."""
+        """Connect and make sure that a JetStream answers that can do what is needed. `options` go to nats-py under its own names
+        (tls, nkeys_seed, ...); without any, SLIPSTREAM_CREDENTIALS says who this process is (shared/credentials.py)."""
         options = credentials.options() if options is None else options
         bulk, control = (Channel(url, f"{name}/{kind}", options) for kind in ("bulk", "control"))
         deadline = time.monotonic() + deadline_s
@@ -354,7 +357,9 @@ class Connection:
         await control.open(deadline_s)
         try:
             await bulk.open(max(0.1, deadline - time.monotonic()))
-            await connection.api("INFO", deadline_s=max(0.5, deadline - time.monotonic()))
+            info = await connection.api("INFO", deadline_s=max(0.5, deadline - time.monotonic()))
+            if int(info["api"].get("level", 0)) < LEAST_LEVEL:
+                raise BrokerTooOld(redact(url), str(control.nc.connected_server_version).strip("<>"))
         except (RequestTimeout, ApiError) as error:
             await connection.close()
             raise NotJetStream(redact(url), str(error)) from error

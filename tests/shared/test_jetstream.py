@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from shared import jetstream
 from shared.broker import EmbeddedBroker
 from shared.config import ConfigError
-from shared.errors import AccessDenied, ApiError, BrokerUnavailable, NotJetStream, StorageExhausted
+from shared.errors import AccessDenied, ApiError, BrokerTooOld, BrokerUnavailable, NotJetStream, StorageExhausted
 from shared.jetstream import Connection, redact
 from shared.kv import KV
 from shared.subjects import Subjects
@@ -84,6 +85,13 @@ async def test_server_without_jetstream(tmp_path: Path) -> None:
     with EmbeddedBroker(tmp_path, options=options) as broker:
         with pytest.raises(NotJetStream, match=r"has no JetStream .*nats-server -js"):
             await Connection.open(as_user(broker, "a:a"), name="test", deadline_s=2)
+
+
+async def test_a_server_that_lets_no_message_run_out(broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this one were older than it is; tests/containers has one that is."""
+    monkeypatch.setattr(jetstream, "LEAST_LEVEL", 1000)
+    with pytest.raises(BrokerTooOld, match=r"too old \(nats server v\d+\.\d+.*needs nats-server 2\.11 or newer"):
+        await Connection.open(broker.url, name="test")
 
 
 async def test_wrong_login_ends_at_once_and_hides_the_password(guarded: EmbeddedBroker) -> None:
