@@ -127,4 +127,6 @@ def line(result: dict[str, Any]) -> str:
     parts = [f"{result['role']}: {result['kind']} {result['status']}"]
     parts += [f"after {seconds:.1f} s"] if seconds else []
     parts += [f"({', '.join(names)})"] if names else []
+    trained = result["first_trained_secs"]
+    parts += [f"first group trained after {min(trained.values()):.1f} s"] if trained else []
     return " ".join(parts) + (f": {result['message']}" if result["message"] else "")

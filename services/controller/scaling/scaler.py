@@ -47,7 +47,8 @@ class Scaler:
         self.ctx, self._clock = ctx, clock
         self.operations: dict[str, Operation] = {}
         self._revisions: dict[str, int] = {}
-        self._measured: set[str] = set()
+        self._found: dict[str, dict[str, float]] = {}
+        """By operation: measurements that are not on record yet."""
         self._lock = asyncio.Lock()
         self._news = asyncio.Event()
 
@@ -162,26 +163,26 @@ class Scaler:
             await self._prune()
 
     def saw(self, receipt: Receipt) -> None:
-        """A receipt: a newcomer's first group that is trained on ends the measurement."""
+        """A receipt: a newcomer's first group that is trained on ends the measurement of the operation that it came by."""
         if receipt.kind != "trained":
             return
-        for one in self.operations.values():
-            newcomer = one.kind == "out" and receipt.replica in one.specs and receipt.at >= one.created
-            if newcomer and receipt.replica not in one.first_trained:
-                seconds = round(receipt.at - one.created, 3)
-                self.operations[one.id] = replace(one, first_trained={**one.first_trained, receipt.replica: seconds})
-                self._measured.add(one.id)
+        came = [one for one in self.operations.values() if one.kind == "out" and receipt.replica in one.specs]
+        came = [one for one in came if one.created <= receipt.at]  # a name that is free again may come a second time
+        if came:
+            one = max(came, key=lambda one: one.number)
+            if receipt.replica not in one.first_trained:
+                self._found.setdefault(one.id, {}).setdefault(receipt.replica, round(receipt.at - one.created, 3))
 
     async def store_measurements(self) -> None:
         """Put down what `saw` found, and tell of it."""
-        while self._measured:
-            name = self._measured.pop()
+        for name, found in [(name, dict(found)) for name, found in self._found.items() if found]:
             async with self._lock:
-                one = self.operations[name]
-                await self._save(one)
-            newest = max(one.first_trained.items(), key=lambda item: item[1])
-            text = f"{newest[0]}: first group trained {newest[1]:.1f} s after it was asked for"
-            await self.ctx.events.publish("first_trained", text, operation=name, seconds=one.first_trained)
+                if (one := self.operations.get(name)) is not None:
+                    await self._save(replace(one, first_trained=found | one.first_trained))
+            for replica, seconds in found.items():
+                del self._found[name][replica]
+                text = f"{replica}: first group trained {seconds:.1f} s after it was asked for"
+                await self.ctx.events.publish("first_trained", text, operation=name, seconds=seconds)
 
     async def _is_newest(self) -> None:
         """Raises Conflict if another controller wrote since: one that was stopped and woken must not wish for what is over."""
