@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.dcs import rollback, snapshots
+from services.dcs.batches import in_batches
 from services.dcs.delta_maker import DeltaMaker
 from services.dcs.mirror import Mirror
 from services.dcs.rollback import Wish
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 PUBLISH_DEADLINE_S = 10.0
 RETRY_S = 1.0
+AT_ONCE = 1024
+"""Answers that are folded in one change."""
 
 
 class SnapshotMissing(RuntimeError):
@@ -304,25 +307,29 @@ class Coordinator:
     # -- what goes on by itself ---------------------------------------------------------------------------------------
 
     async def fold_received(self) -> None:
-        """Follow what the replicas answer on the weights stream, for ever."""
+        """Follow what the replicas answer on the weights stream, for ever. What came meanwhile is folded in one change: of a
+        thousand replicas a thousand answers come to each version, and a change stores the whole state."""
         start = self.state.received_seq + 1
-        async for data, seq in self._queue.read("weights", start_seq=start, subject=self._subjects.received, live=True):
-            try:
-                record = decode(data, Received)
-            except WireError as error:
-                await self._events.publish("weights_refused", f"message {seq} of the weights stream: {error}", seq=seq)
-                continue
-            wrong = await self._fold(record, seq)
-            if wrong or not record.ok:
-                what = f"{record.replica}, version {record.version}: {wrong or record.error}"
-                await self._events.publish("weights_refused", what, version=record.version, replica=record.replica)
+        told = self._queue.read("weights", start_seq=start, subject=self._subjects.received, live=True)
+        async for batch in in_batches(told, AT_ONCE):
+            records = []
+            for data, seq in batch:
+                try:
+                    records.append((decode(data, Received), seq))
+                except WireError as error:
+                    what = f"message {seq} of the weights stream: {error}"
+                    await self._events.publish("weights_refused", what, seq=seq)
+            for (record, _), wrong in zip(records, await self._fold(records), strict=True):
+                if wrong or not record.ok:
+                    what = f"{record.replica}, version {record.version}: {wrong or record.error}"
+                    await self._events.publish("weights_refused", what, version=record.version, replica=record.replica)
 
-    async def _fold(self, record: Received, seq: int) -> str:
+    async def _fold(self, records: list[tuple[Received, int]]) -> list[str]:
         while True:
             try:
-                return await self.change(lambda rules: rules.received(record, seq))
+                return await self.change(lambda rules: [rules.received(record, seq) for record, seq in records])
             except TransportError as error:
-                log.warning("an answer of %s is not folded yet: %s", record.replica, error)
+                log.warning("%d answers are not folded yet: %s", len(records), error)
                 await asyncio.sleep(RETRY_S)
 
     async def tick(self) -> None:

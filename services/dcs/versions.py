@@ -13,12 +13,13 @@ every change and before it answers. It has no tensor lists: those lie with the s
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shared.records import Received
-from shared.wire import decode, encode, schema
+from shared.wire import WireError, decode, encode, schema
 
 STATE_KEY = "dcs"
 """Where the state lies in the run's config bucket."""
@@ -26,6 +27,7 @@ KEPT_VERSIONS = 16
 """Versions whose course is remembered, beside pinned ones; older ones leave only their number behind."""
 KEPT_PUBLISHERS = 16
 """Replaced publishers that are still recognised and refused."""
+COMPRESSION = 1
 JOIN_S = 20.0
 """What joining a group may take: members that live join within moments; the rest of a broadcast's time is for sending."""
 FAILED_GRACE_S = 5.0
@@ -116,7 +118,6 @@ class Version:
         return self.result == "ok" and all(self.answers.get(member.replica) == "broadcast" for member in members)
 
 
-@schema("dcs_state", 1)
 @dataclass(slots=True)
 class State:
     """All that a restarted DCS needs."""
@@ -141,11 +142,43 @@ class State:
     """Last message of the weights stream that is folded into this state."""
 
     def dump(self) -> bytes:
-        return encode(self)
+        """One message for the broker, which takes no more than a megabyte as one: each group is in it once, however many
+        versions went to it, and all of it is compressed."""
+        groups: dict[int, Group] = {}
+        for group in (self.group, *(known.group for known in self.versions)):
+            if group is not None:
+                groups[group.epoch] = group
+        epochs = [known.group.epoch if known.group else 0 for known in self.versions]
+        bare = replace(self, group=None, versions=[replace(known, group=None) for known in self.versions])
+        stored = Stored(bare, list(groups.values()), self.group.epoch if self.group else 0, epochs)
+        return zlib.compress(encode(stored), COMPRESSION)
 
     @classmethod
     def load(cls, data: bytes) -> State:
-        return decode(data, cls)
+        try:
+            stored = decode(zlib.decompress(data), Stored)
+        except zlib.error as error:
+            raise WireError(f"not a stored state of the DCS: {error}") from error
+        groups: dict[int, Group | None] = {0: None} | {group.epoch: group for group in stored.groups}
+        state = stored.state
+        state.group = groups[stored.epoch]
+        for known, epoch in zip(state.versions, stored.epochs, strict=True):
+            known.group = groups[epoch]
+        return state
+
+
+@schema("dcs_state", 2)
+@dataclass(slots=True)
+class Stored:
+    """A State as it lies in KV. Epoch 0 is no group."""
+
+    state: State
+    """Without groups."""
+    groups: list[Group]
+    epoch: int
+    """Of the newest group."""
+    epochs: list[int]
+    """Of each version's group."""
 
 
 class Versions:
@@ -286,8 +319,7 @@ class Versions:
             self.state.held[record.replica] = record.version
         if known.answers.get(record.replica, "failed") == "failed":
             known.answers[record.replica] = record.how if record.ok and right else "failed"
-        in_group = known.group is not None and record.replica in known.group.ranks()
-        if in_group and known.answers[record.replica] != "broadcast":
+        if known.answers[record.replica] != "broadcast" and known.group and record.replica in known.group.ranks():
             self._break_group(known)
         self._settle(known)
         return "" if right or not record.ok else f"digest {record.digest} is not that of version {record.version}"
@@ -363,5 +395,9 @@ class Versions:
                 self._settle(known)
 
     def _settle(self, known: Version) -> None:
-        if known.phase == "announced" and known.result and not known.awaited():
+        members = len(known.group.members) if known.group else 0
+        told = len(known.answers) + len(
+            known.dropped
+        )  # asked at each of a thousand answers, so the cheap question first
+        if known.phase == "announced" and known.result and told >= members and not known.awaited():
             known.phase = "settled"

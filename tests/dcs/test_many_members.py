@@ -1,0 +1,34 @@
+"""What the DCS keeps and folds when there are a thousand members."""
+
+from __future__ import annotations
+
+import uuid
+
+from services.dcs.versions import KEPT_VERSIONS, State, Versions
+from shared.records import Received
+
+MEMBERS = 1000
+BROKER_LIMIT = 1 << 20
+"""nats-server's default max_payload."""
+
+
+def test_the_state_of_a_thousand_members_is_one_small_message() -> None:
+    rules = Versions(State(), timeout_s=60.0, heartbeat_ttl_s=15.0)
+    for number in range(MEMBERS):
+        rules.join(f"rollout-{number}", incarnation=uuid.uuid4().hex, world_size=1, now=0.0)
+    epoch = 0
+    for step in range(KEPT_VERSIONS):
+        version = rules.allocate(step=step, digest="d", reason="step", publisher="p", now=0.0).version
+        known = rules.announce(version, publisher="p", epoch=epoch, host="h", port=1, alive=None, now=0.0)
+        assert known.group is not None
+        epoch = known.group.epoch
+        rules.finish(version, publisher="p", ok=True, error="", seconds={}, now=0.0)
+        for number in range(MEMBERS):
+            assert known.phase == "announced"
+            record = Received(f"rollout-{number}", version, step, "d", "broadcast", {}, True, "", 0.0)
+            assert rules.received(record, number) == ""
+        assert known.phase == "settled"
+    assert epoch == 1, "the group is used again"
+    stored = rules.state.dump()
+    assert len(stored) < BROKER_LIMIT / 4
+    assert State.load(stored) == rules.state
