@@ -299,11 +299,11 @@ async def _watch_leaving(context: Context) -> None:
     while True:
         await asyncio.sleep(LEAVING_POLL_S)
         try:
-            record = wanted.load(await context.kv.get(wanted.KEY))
+            leaves = await wanted.leaves(context.kv, context.replica)
         except TransportError as error:
             log.debug("the broker does not answer: %s", error)
             continue
-        if context.replica in record.leaving:
+        if leaves:
             log.info("asked to leave by a scale operation")
             context.stopping.set()
             return

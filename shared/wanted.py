@@ -4,6 +4,10 @@ Written by `slipstream up` when a run starts and by the controller's scale opera
 Launchers start what is in `replicas` and is not there, and start nothing that is not; a replica that finds itself in `leaving`
 drains and leaves by itself, wherever it was started; launchers kill what is in `killed`. The merge is pure:
 services/controller/scaling/operation.py. tests/controller/test_scaling.py.
+
+Each replica looks every two seconds whether it is to leave, and the record grows with every replica. So `leaving` is told under
+a key of its own too, which is short: `change` keeps it as the record has it, also after a writer that died between the two.
+tests/controller/test_wanted.py.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from shared.kv import KV
 
 KEY = "replicas"
+LEAVING_KEY = "leaving"
 SCALABLE = ("rollout", "reward", "teacher", "reference")
 """Services of which there may be any number."""
 TRIES = 20
@@ -43,6 +48,16 @@ class Wanted:
         return [name for name, one in self.replicas.items() if one["service"] == service]
 
 
+@wire.schema("leaving", 1)
+@dataclass(slots=True)
+class Leaving:
+    """What replicas look at."""
+
+    revision: int
+    """Of the record that it is taken from."""
+    names: list[str]
+
+
 @wire.schema("launcher", 1)
 @dataclass(slots=True)
 class Launcher:
@@ -60,6 +75,12 @@ def load(entry: tuple[bytes, int] | None) -> Wanted:
     return wire.decode(entry[0], Wanted) if entry is not None else Wanted()
 
 
+async def leaves(kv: KV, replica: str) -> bool:
+    """Whether this replica is asked to leave."""
+    entry = await kv.get(LEAVING_KEY)
+    return entry is not None and replica in wire.decode(entry[0], Leaving).names
+
+
 async def change(
     kv: KV, edit: Callable[[Wanted], Wanted], check: Callable[[], Awaitable[None]] | None = None
 ) -> Wanted:
@@ -71,14 +92,24 @@ async def change(
             await check()
         before = load(entry)
         after = edit(before)
-        if entry is not None and after == before:
-            return before
         try:
             if entry is None:
-                await kv.create(KEY, wire.encode(after))
+                revision = await kv.create(KEY, wire.encode(after))
             else:
-                await kv.update(KEY, wire.encode(after), entry[1])
+                revision = entry[1] if after == before else await kv.update(KEY, wire.encode(after), entry[1])
+            await _tell(kv, Leaving(revision, after.leaving))
             return after
         except (KeyExists, Conflict):
             continue
     raise RuntimeError(f"the record {KEY!r} was changed by others {TRIES} times in a row")
+
+
+async def _tell(kv: KV, leaving: Leaving) -> None:
+    """Unless a newer one is told. Raises Conflict or KeyExists if another writes at the same time."""
+    entry = await kv.get(LEAVING_KEY)
+    if entry is None:
+        await kv.create(LEAVING_KEY, wire.encode(leaving))
+        return
+    told = wire.decode(entry[0], Leaving)
+    if told.revision < leaving.revision:
+        await kv.update(LEAVING_KEY, wire.encode(leaving), entry[1])

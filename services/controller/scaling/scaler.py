@@ -49,6 +49,7 @@ class Scaler:
         self._revisions: dict[str, int] = {}
         self._found: dict[str, dict[str, float]] = {}
         """By operation: measurements that are not on record yet."""
+        self._tidied = False
         self._lock = asyncio.Lock()
         self._news = asyncio.Event()
 
@@ -148,6 +149,7 @@ class Scaler:
     async def tick(self) -> None:
         """One look at the world, and one step of each operation that goes on."""
         if not any(not one.over for one in self.operations.values()):
+            await self._tidy()
             return
         seen = await self.seen()
         async with self._lock:
@@ -161,6 +163,13 @@ class Scaler:
             gone = list(seen.gone)
             await wanted.change(self.ctx.kv, lambda record: operation.merge(record, ordered, gone), self._is_newest)
             await self._prune()
+
+    async def _tidy(self) -> None:
+        """Once: who died between the end of an operation and the record left names there that nobody asks to leave any more."""
+        if not self._tidied and await self.ctx.kv.get(wanted.KEY) is not None:
+            over = list(self.operations.values())
+            await wanted.change(self.ctx.kv, lambda record: operation.merge(record, over), self._is_newest)
+        self._tidied = True
 
     def saw(self, receipt: Receipt) -> None:
         """A receipt: a newcomer's first group that is trained on ends the measurement of the operation that it came by."""
