@@ -4,24 +4,28 @@
 
 Each has two connections of its own and does, through the same classes as a real one: pull one prompt at a time, "sample" for
 GROUP_S seconds, store the group as a reward request, acknowledge; a heartbeat every 2 s, metrics every second, a look at the
-run's state every second and at the scale record every 2 s; follow the announcements of weights and answer each. Prints `ready`,
-measures from the line `begin` on stdin to the line `end`, and prints its figures as one line of JSON.
+run's state every second and whether it shall leave every 2 s; be a member of the DCS's group, follow the announcements of weights
+and answer each. Prints `ready`, measures from the line `begin` on stdin to the line `end`, and prints its figures as one line of
+JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
 import sys
 import time
+import uuid
 from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
 import uvloop
 
+from services.dcs.client import DcsClient, persist
 from shared import wanted, wire
 from shared.errors import TransportError
 from shared.jetstream import Connection
@@ -33,6 +37,7 @@ from shared.transfer_queue import TransferQueue
 
 TOKENS = 512
 """Of a sample."""
+KINDS = ("kv_get", "heartbeat", "pull", "publish", "ack", "announced", "received")
 BEAT_S, METRIC_S, STATE_S, LEAVING_S = 2.0, 1.0, 1.0, 2.0
 OPENING = 16
 """Connections opened at once."""
@@ -52,17 +57,26 @@ class Replica:
         self.kv = await KV.open(self.connection, self.subjects.config_bucket, create=False)
         services = await KV.open(self.connection, self.subjects.services_bucket, ttl=True, create=False)
         self.registry = Registry(services, 15.0)
+        await self.beat()  # a member without a heartbeat is put out
+        incarnation = uuid.uuid4().hex
+        async with DcsClient(self.kv) as dcs:
+            await persist(lambda: dcs.join(self.name, incarnation=incarnation, world_size=1), self.rest)
+
+    async def rest(self, seconds: float) -> bool:
+        await asyncio.sleep(seconds)
+        return True
 
     async def live(self) -> None:
         """Until cancelled."""
-        await asyncio.sleep(random.uniform(0.0, 1.0))  # replicas do not beat in step
+        beating = asyncio.create_task(self.every(BEAT_S, self.beat))
+        await asyncio.sleep(random.uniform(0.0, self.group_s))  # replicas do not work in step
         await asyncio.gather(
+            beating,
             self.sample(),
             self.follow_weights(),
-            self.every(BEAT_S, self.beat),
             self.every(METRIC_S, self.emit),
             self.every(STATE_S, lambda: self.timed("kv_get", self.kv.get("state"))),
-            self.every(LEAVING_S, lambda: self.kv.get(wanted.KEY)),
+            self.every(LEAVING_S, lambda: wanted.leaves(self.kv, self.name)),
         )
 
     async def every(self, seconds: float, act: Any) -> None:
@@ -76,9 +90,12 @@ class Replica:
     async def timed(self, name: str, work: Awaitable[Any]) -> Any:
         started = time.perf_counter()
         result = await work
-        if self.measuring:
-            self.times[name].append(time.perf_counter() - started)
+        self.note(name, time.perf_counter() - started)
         return result
+
+    def note(self, name: str, seconds: float) -> None:
+        if self.measuring:
+            self.times[name].append(seconds)
 
     async def beat(self) -> None:
         now = time.time()
@@ -102,9 +119,11 @@ class Replica:
     async def sample(self) -> None:
         puller = await self.queue.pull("prompts", "rollout", prefetch=0)
         while True:
+            started = time.perf_counter()
             delivery = await puller.next(1.0)
             if delivery is None:
                 continue
+            self.note("pull", time.perf_counter() - started)
             group = wire.decode(delivery.data, Group)
             await asyncio.sleep(self.group_s * random.uniform(0.5, 1.5))
             group.samples, group.replica = samples_of(group.sampling.n), self.name
@@ -114,9 +133,16 @@ class Replica:
 
     async def follow_weights(self) -> None:
         async for data, _ in self.queue.read("weights", subject=self.subjects.announced, live=True):
-            told = wire.decode(data, Announcement)
-            answer = Received(self.name, told.version, told.step, "d", "broadcast", {}, True, "", time.time())
-            await self.queue.publish(self.subjects.received, answer, f"{self.name}:{told.version}")
+            told = announcement(data)
+            self.note("announced", time.time() - told.at)
+            answer = Received(self.name, told.version, told.step, told.digest, "broadcast", {}, True, "", time.time())
+            await self.timed("received", self.queue.publish(self.subjects.received, answer))
+
+
+@functools.lru_cache(maxsize=4)
+def announcement(data: bytes) -> Announcement:
+    """Decoded once for all replicas of this process; real ones do it at the same time, on machines of their own."""
+    return wire.decode(data, Announcement)
 
 
 def samples_of(n: int) -> Samples:
@@ -140,7 +166,7 @@ def samples_of(n: int) -> Samples:
 
 
 async def main(url: str, run: str, first: int, count: int, group_s: float) -> None:
-    times: dict[str, list[float]] = {name: [] for name in ("kv_get", "heartbeat", "publish", "ack")}
+    times: dict[str, list[float]] = {name: [] for name in KINDS}
     replicas = [Replica(url, run, number, group_s, times) for number in range(first, first + count)]
     for start in range(0, count, OPENING):
         await asyncio.gather(*(one.open() for one in replicas[start : start + OPENING]))
