@@ -94,6 +94,15 @@ class Registry:
         """Take the heartbeat away: a replica that stops on purpose is gone at once."""
         await self._kv.delete(f"{BEATS}.{_token(service)}.{_token(replica)}")
 
+    async def withdraw(self, mine: Heartbeat) -> None:
+        """As `leave`, for a process that fails: but not if another one beats under this name by now."""
+        entry = await self._kv.get(f"{BEATS}.{_token(mine.service)}.{_token(mine.replica)}")
+        if entry is None:
+            return
+        there = wire.decode(entry[0], Heartbeat)
+        if (there.host, there.pid) == (mine.host, mine.pid):
+            await self.leave(mine.service, mine.replica)
+
     async def alive(self, service: str | None = None) -> list[Heartbeat]:
         """The newest heartbeat of every replica that has one, by service and replica."""
         prefix = f"{BEATS}." if service is None else f"{BEATS}.{_token(service)}."

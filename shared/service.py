@@ -159,6 +159,11 @@ class Context:
         except TransportError as error:  # the broker is away: work that needs it waits by itself
             log.warning("no heartbeat: %s", error)
 
+    async def withdraw(self) -> None:
+        """This process fails: nobody shall wait for its heartbeat to run out."""
+        async with self._beating:
+            await self.registry.withdraw(self._heartbeat)
+
     async def stop_or(self, awaitable: Awaitable[T], timeout_s: float | None = None) -> T | None:
         """The awaitable's result, or None once the service is to stop or the time is up (the awaitable is cancelled then)."""
         work = asyncio.ensure_future(awaitable)
@@ -264,19 +269,23 @@ async def _work(context: Context, main: Callable[[Context], Awaitable[None]]) ->
         context.metrics.emit()
         await context.registry.leave(context.service, context.replica)
         return 0
-    except (AlreadyActive, LeaseLost, ConfigError):
+    except (AlreadyActive, LeaseLost):
         raise
     except Exception as error:
-        with contextlib.suppress(
-            TransportError, TimeoutError
-        ):  # what is told of is the error, not that it could not be told
-            telling = context.events.publish("failed", f"{type(error).__name__}: {error}")
-            await asyncio.wait_for(telling, CONNECT_DEADLINE_S)
+        if not isinstance(error, ConfigError):
+            await _if_possible(context.events.publish("failed", f"{type(error).__name__}: {error}"))
+        await _if_possible(context.withdraw())
         raise
     finally:
         for watcher in watchers:
             watcher.cancel()
         context.close()
+
+
+async def _if_possible(last: Awaitable[None]) -> None:
+    """What a process does that fails: what is told of is its error, not that the broker took nothing more from it."""
+    with contextlib.suppress(TransportError, TimeoutError):
+        await asyncio.wait_for(last, CONNECT_DEADLINE_S)
 
 
 async def _watch_state(context: Context) -> None:

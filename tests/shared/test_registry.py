@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,18 @@ async def test_alive_until_the_heartbeat_runs_out(broker: EmbeddedBroker, connec
     assert await long.living(["host-1.local", "b"]) == {"b"}
     await long.leave("rollout", "b")
     assert await long.alive("rollout") == []
+
+
+async def test_who_fails_takes_its_own_heartbeat_along(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    one = await registry(connect, broker.url, run_name)
+    mine = a_beat("rollout", "a")
+    await one.withdraw(mine)  # it may never have beaten
+    await one.beat(replace(mine, pid=2))
+    await one.withdraw(mine)
+    assert [h.pid for h in await one.alive()] == [2], "another process has the name"
+    await one.beat(mine)
+    await one.withdraw(mine)
+    assert await one.alive() == []
 
 
 async def test_one_active(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
