@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 from services.dcs.versions import KEPT_VERSIONS, State, Versions
 from shared.records import Received
@@ -29,6 +30,10 @@ def test_the_state_of_a_thousand_members_is_one_small_message() -> None:
             assert rules.received(record, number) == ""
         assert known.phase == "settled"
     assert epoch == 1, "the group is used again"
+    late = Received("newcomer", 1, 0, "d", "snapshot", {}, True, "", 0.0)
+    newer = rules.allocate(step=KEPT_VERSIONS, digest="d", reason="step", publisher="p", now=0.0).version
+    assert rules.received(late, MEMBERS) == "", "what it started on is forgotten by now, and that is no fault"
+    assert "is not known" in rules.received(replace(late, version=newer + 1), MEMBERS)
     stored = rules.state.dump()
     assert len(stored) < BROKER_LIMIT / 4
     assert State.load(stored) == rules.state
