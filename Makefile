@@ -94,6 +94,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.async_vs_sync
 	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.vs_trl
 
 clean:

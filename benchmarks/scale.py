@@ -74,7 +74,7 @@ class Row:
 
 
 def config_of(run: str, base: str, replicas: int) -> RunConfig:
-    data: dict[str, Any] = {"run": run, "steps": 100_000, "groups_per_step": replicas, "samples_per_group": SAMPLES}
+    data: dict[str, Any] = {"run": run, "steps": 2000, "groups_per_step": replicas, "samples_per_group": SAMPLES}
     data |= {"max_staleness": 3}  # so many credits that a prompt is always there, and a pull waits for the broker alone
     data |= {"model": {"path": "m"}, "reward": {"functions": [{"path": "a.b"}]}, "base": base, "workdir": base}
     data |= {"prompts": {"source": "scale_prompts.prompts", "size": 1_000_000}, "broker": {"max_bytes": 64 << 30}}
