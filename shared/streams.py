@@ -23,6 +23,9 @@ DAY_S = 86_400
 RECEIPT_BYTES = 512
 RECEIPTS_PER_GROUP = 4
 """Issued and trained, and as much again for groups that were dropped and issued anew."""
+MAX_CONSUMERS = 100_000
+"""Each replica reads the weights stream by a consumer of its own. nats-server 2.15 allows a stream a thousand unless it says
+another number, and -1 is none."""
 MESSAGE_LIMIT = 900 << 10
 """A larger payload goes to the blob stream. Below the broker's default max_payload of 1 MiB, headers included."""
 
@@ -85,7 +88,7 @@ def stream_config(subjects: Subjects, spec: StreamSpec, max_bytes: int, replicas
         "max_age": spec.max_age_s * NS,
         "max_msgs": -1,
         "max_msgs_per_subject": spec.per_subject,
-        "max_consumers": -1,
+        "max_consumers": MAX_CONSUMERS,
         "duplicate_window": DUPLICATE_WINDOW_S * NS,
         "allow_direct": True,
         "allow_msg_ttl": True,

@@ -116,6 +116,17 @@ async def test_any_number_of_readers_leave_no_trace(broker: EmbeddedBroker, conn
     await until(gone, "the readers' consumers are removed")
 
 
+async def test_more_readers_than_a_thousand(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    """nats-server allows a stream no more unless it says so, and each replica reads the weights."""
+    queue = await open_queue(await connect(broker.url), run_name)
+    stream = queue.subjects.stream("weights")
+    config = {"ack_policy": "none", "mem_storage": True, "num_replicas": 1, "inactive_threshold": 60_000_000_000}
+    for number in range(1001):
+        body = {"stream_name": stream, "config": {**config, "name": f"r{number}"}}
+        await queue.connection.api(f"CONSUMER.CREATE.{stream}.r{number}", body)
+    await queue.connection.api(f"STREAM.DELETE.{stream}")  # the broker is everybody's
+
+
 async def test_log_that_forgot_its_beginning(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
     queue = await open_queue(await connect(broker.url), run_name)
     await publish_numbers(queue, 0, 20)
