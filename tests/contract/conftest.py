@@ -27,6 +27,8 @@ from tests.shared.runs import until
 torch.set_num_threads(1)
 KINDS = ["light", pytest.param("sglang", marks=pytest.mark.sglang)]
 START_S = 300.0
+SGLANG_CONTEXT = 4096
+"""With a longer one it takes memory for what nobody asks of it; it is slow enough that these tokens last."""
 TOLERANCE = 1e-4
 
 
@@ -63,31 +65,54 @@ class Served:
     ) -> list[dict[str, Any]]:
         body: dict[str, Any] = {"input_ids": prompts, "return_logprob": True, "logprob_start_len": start}
         body["sampling_params"] = {"temperature": 1.0, "ignore_eos": True} | sampling
-        return await self.client.generate(body | ({"rid": rid} if rid else {}), timeout_s=120)
+        return await self.client.generate(body | ({"rid": rid} if rid else {}), timeout_s=300)
 
     async def greedy(self, prompt: list[int], count: int = 8) -> list[int]:
         (answer,) = await self.sample(prompt, temperature=0, max_new_tokens=count)
         return answer["output_ids"]
 
-    def length(self, seconds: float) -> int:
-        """Tokens that a sample takes about so long for."""
-        return int(min(seconds * (100 if self.kind == "sglang" else 800), 3900))
+    @property
+    def forever(self) -> int:
+        """Tokens of a sample that is still running whenever a test's next call arrives; the test aborts it."""
+        return tiny.FOREVER if self.kind == "light" else SGLANG_CONTEXT - 100
 
-    async def running(self, prompts: list[list[int]], count: int, **more: Any) -> asyncio.Task[list[dict[str, Any]]]:
-        """Samples in the middle of decoding."""
-        task = asyncio.create_task(self.sample(prompts, max_new_tokens=count, **more))
+    async def running(self, prompts: list[list[int]], **more: Any) -> asyncio.Task[list[dict[str, Any]]]:
+        """Samples in the middle of decoding, beside those that are."""
+        before = (await self.client.load())["num_running_reqs"]
+        task = asyncio.create_task(self.sample(prompts, max_new_tokens=self.forever, **more))
         self.started.append(task)
-        await self.some_more(len(prompts))
+        await self.some_more(before + len(prompts))
         return task
 
     async def some_more(self, at_least: int = 1) -> None:
-        """Until so many requests run, and have gone on for a moment."""
+        """Until so many requests run, and each has gone on."""
 
         async def busy() -> bool:
             return (await self.client.load())["num_running_reqs"] >= at_least
 
-        await until(busy, "the requests run", 30)
-        await asyncio.sleep(0.1)
+        await until(busy, "the requests run", 60)
+        if self.kind == "sglang":  # which does not count tokens
+            await asyncio.sleep(0.5)
+            return
+        wanted = await self.generated() + 10 * at_least
+
+        async def gone_on() -> bool:
+            return await self.generated() >= wanted
+
+        await until(gone_on, "they go on", 60)
+
+    async def generated(self) -> int:
+        """By the light engine, since it was started."""
+        return (await self.client.load())["generated_tokens_total"]
+
+    async def cut_off(self, task: asyncio.Task[list[dict[str, Any]]], at_least: int) -> list[dict[str, Any]]:
+        """What running samples have a little later."""
+        await self.some_more(at_least)
+        assert not task.done()
+        await self.client.abort(everything=True)
+        answers = await task
+        assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
+        return answers
 
     async def idle(self) -> bool:
         load = await self.client.load()
@@ -107,13 +132,14 @@ class Served:
         self.started = []
         with suppress(EngineError):  # none is open
             await self.client.end_update(commit=False)
-        await until(self.idle, "nothing runs", 30)
+        await until(self.idle, "nothing runs", 60)
         await self.client.update_from_disk(str(folder), "1")
 
 
 async def serve(kind: str, folder: Path, **options: Any) -> AsyncIterator[Served]:
     if kind == "sglang":
         assert ENVIRONMENT.exists(), f"{ENVIRONMENT} is missing: make install-sglang"
+        options = {"context_length": SGLANG_CONTEXT} | options
     given = {"device": "cpu", "dtype": "float32", "weight_version": "1"} | options
     process = await EngineProcess.start(kind, folder, given, ready_timeout_s=START_S)
     try:

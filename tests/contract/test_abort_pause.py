@@ -21,12 +21,12 @@ def reason(answer: dict[str, Any]) -> str:
 
 
 async def test_abort_answers_with_what_there_is(engine: Served, a: Model) -> None:
-    mine = await engine.running([PROMPTS[0]], 3500, rid=["group-1/a"])
-    others = await engine.running([PROMPTS[1]], 3500, rid=["group-2/a"])
+    mine = await engine.running([PROMPTS[0]], rid=["group-1/a"])
+    others = await engine.running([PROMPTS[1]], rid=["group-2/a"])
     await engine.client.abort("group-1/a")
     (answer,) = await mine
     assert reason(answer) == "abort"
-    assert 0 < len(answer["output_ids"]) < 3500
+    assert 0 < len(answer["output_ids"]) < engine.forever
     expected = reference_logprobs(a.reference, PROMPTS[0] + answer["output_ids"])[len(PROMPTS[0]) - 1 :]
     torch.testing.assert_close(logprobs_of(answer), expected, atol=TOLERANCE, rtol=0)
     assert not others.done()
@@ -36,7 +36,7 @@ async def test_abort_answers_with_what_there_is(engine: Served, a: Model) -> Non
 
 
 async def test_pause_abort_ends_what_runs_and_holds_what_comes(engine: Served) -> None:
-    task = await engine.running([PROMPTS[0]], 3500)
+    task = await engine.running([PROMPTS[0]])
     await engine.client.pause("abort")
     assert reason((await task)[0]) == "abort"
     assert not await engine.client.ready()
@@ -50,9 +50,8 @@ async def test_pause_abort_ends_what_runs_and_holds_what_comes(engine: Served) -
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_a_pause_freezes_and_what_it_froze_goes_on(engine: Served, mode: PauseMode) -> None:
-    length = engine.length(4)
-    first, second = await engine.running([PROMPTS[0]], length), await engine.running([PROMPTS[1]], length)
+async def test_a_pause_freezes_and_what_it_froze_goes_on(engine: Served, a: Model, mode: PauseMode) -> None:
+    first, second = await engine.running([PROMPTS[0]]), await engine.running([PROMPTS[1]])
     await engine.client.pause(mode)
     if mode == "in_place":
         with pytest.raises(EngineError):
@@ -63,19 +62,21 @@ async def test_a_pause_freezes_and_what_it_froze_goes_on(engine: Served, mode: P
     assert not first.done()
     assert not second.done()
     await engine.client.resume()
-    for task in (first, second):
-        (answer,) = await task
-        assert (reason(answer), len(answer["output_ids"])) == ("length", length)
+    answers = await engine.cut_off(first, 2) + await second
+    for prompt, answer in zip(PROMPTS, answers, strict=False):
+        assert reason(answer) == "abort"
         assert answer["meta_info"]["num_retractions"] == (1 if mode == "retract" else 0)
+        expected = reference_logprobs(a.reference, prompt + answer["output_ids"])[len(prompt) - 1 :]
+        torch.testing.assert_close(logprobs_of(answer), expected, atol=TOLERANCE, rtol=0)
 
 
 async def test_memory_is_given_back_and_taken_again(engine: Served, a: Model) -> None:
-    task = await engine.running([PROMPTS[0]], engine.length(4))
+    task = await engine.running([PROMPTS[0]])
     await engine.client.pause("retract")
     await engine.client.release_memory(["kv_cache"])
     await engine.client.resume_memory(["kv_cache"])
     await engine.client.resume()
-    (answer,) = await task
+    (answer,) = await engine.cut_off(task, 1)
     expected = reference_logprobs(a.reference, PROMPTS[0] + answer["output_ids"])[len(PROMPTS[0]) - 1 :]
     torch.testing.assert_close(logprobs_of(answer), expected, atol=TOLERANCE, rtol=0)
     await engine.client.release_memory()

@@ -19,7 +19,7 @@ from services.dcs.digest import digest
 from services.rollout.draw import Drawer
 from services.rollout.engine_weights import EngineWeights
 from services.rollout.engines.client import EngineError
-from services.rollout.episodes import generate_request
+from services.rollout.episodes import continuation, generate_request
 from shared.records import Group, Sampling
 from tests.contract.conftest import KINDS, TOLERANCE, Model, Served, serve
 from tests.contract.test_updates import check_spans, specs
@@ -41,19 +41,30 @@ def without_stops(*arguments: Any) -> dict[str, Any]:
 async def test_abort_ends_samples_and_they_continue_from_their_tokens(
     engine: Served, a: Model, b: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every token keeps the version that drew it, over two requests."""
+    """Every token keeps the version that drew it, over three requests, of which only the last ends by itself."""
+    switched = False
+
+    def going_on(*arguments: Any) -> dict[str, Any]:
+        request = continuation(*arguments)
+        return request | {"sampling_params": request["sampling_params"] | ({"max_new_tokens": 8} if switched else {})}
+
     monkeypatch.setattr("services.rollout.draw.generate_request", without_stops)
+    monkeypatch.setattr("services.rollout.draw.continuation", going_on)
     weights = await EngineWeights.attach(engine.client, "abort", 1, specs(a.folder))
     config = make_config("r", rollout={"on_new_weights": "abort", "keep_after_s": 1000, "engine": engine.kind})
     ctx: Any = SimpleNamespace(config=config, replica="r0")
     drawer = Drawer(ctx, engine.client, Tokens(), lambda version: version - 1)  # type: ignore[arg-type]
-    group = Group("0-1", "train", 1, 1, 0, "p", None, {}, Sampling(n=3, max_new_tokens=engine.length(5)))
+    group = Group("0-1", "train", 1, 1, 0, "p", None, {}, Sampling(n=3, max_new_tokens=engine.forever))
     drawing = asyncio.create_task(drawer.draw(group, PROMPTS[0], SimpleNamespace(delivered=1)))  # type: ignore[arg-type]
     engine.started.append(drawing)
     await engine.some_more(3)
     await weights.load(b.folder, 2, specs(b.folder), {})
-    samples = await drawing
+    await engine.some_more(3)
     assert drawer.counts.interrupted >= 3
+    switched = True
+    await engine.client.abort(everything=True)
+    samples = await drawing
+    assert samples.finish == ["length"] * 3
     for one in samples.split():
         tokens = one.ids.tolist()
         spans = {"1": one.span_version == 1, "2": one.span_version == 2}
@@ -74,9 +85,9 @@ async def keeping(request: pytest.FixtureRequest, a: Model) -> AsyncIterator[Ser
 
 
 async def test_in_place_keeps_the_cache_and_names_the_spans(keeping: Served, a: Model, b: Model) -> None:
-    task = await keeping.running(PROMPTS[:3], keeping.length(5))
+    task = await keeping.running(PROMPTS[:3])
     await keeping.client.update_from_disk(str(b.folder), "2", mode="in_place")
-    answers = await task
+    answers = await keeping.cut_off(task, 3)
     for prompt, answer in zip(PROMPTS, answers, strict=False):
         meta = answer["meta_info"]
         first, second = meta["weight_versions"]
@@ -127,9 +138,9 @@ async def test_without_hooks_a_version_comes_as_a_verified_folder(a: Model, b: M
     async for engine in serve("sglang", a.folder, hooks=False):
         weights = await EngineWeights.attach(engine.client, "retract", 1, specs(a.folder))
         assert (weights.stages, weights.verifiable) == (False, False)
-        task = await engine.running([PROMPTS[0]], engine.length(4))
+        task = await engine.running([PROMPTS[0]])
         await weights.load(b.folder, 2, specs(b.folder), {})
-        check_spans(PROMPTS[0], (await task)[0], {"1": a, "2": b})
+        check_spans(PROMPTS[0], (await engine.cut_off(task, 1))[0], {"1": a, "2": b})
         assert await engine.version() == "2"
         assert await engine.client.ready()
         assert await engine.greedy(PROMPTS[0]) == tiny.greedy(b.reference, PROMPTS[0], 8)
@@ -137,7 +148,7 @@ async def test_without_hooks_a_version_comes_as_a_verified_folder(a: Model, b: M
 
 async def test_in_place_is_refused_where_prefixes_are_shared(engine: Served, b: Model) -> None:
     """The light engine shares none."""
-    task = await engine.running([PROMPTS[0]], engine.length(4))
+    task = await engine.running([PROMPTS[0]])
     if engine.kind == "sglang":
         with pytest.raises(EngineError, match="in_place needs --disable-radix-cache"):
             await engine.client.update_from_disk(str(b.folder), "2", mode="in_place")
@@ -145,5 +156,5 @@ async def test_in_place_is_refused_where_prefixes_are_shared(engine: Served, b: 
     else:
         await engine.client.update_from_disk(str(b.folder), "2", mode="in_place")
         versions = ["1", "2"]
-    (answer,) = await task
+    (answer,) = await engine.cut_off(task, 1)
     assert [span["version"] for span in answer["meta_info"]["weight_versions"]] == versions

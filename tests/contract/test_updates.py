@@ -117,13 +117,13 @@ async def test_a_part_of_the_model_may_be_sent_over_http(engine: Served, a: Mode
 
 @pytest.mark.parametrize("paused", [False, True])
 async def test_retract_recomputes_running_samples(engine: Served, a: Model, b: Model, paused: bool) -> None:
-    task = await engine.running(PROMPTS[:3], engine.length(5))
+    task = await engine.running(PROMPTS[:3])
     if paused:
         await engine.client.pause("retract")
     await engine.client.update_from_disk(str(b.folder), "2", mode="retract")
     if paused:
         await engine.client.resume()
-    for prompt, answer in zip(PROMPTS, await task, strict=False):
+    for prompt, answer in zip(PROMPTS, await engine.cut_off(task, 3), strict=False):
         check_spans(prompt, answer, {"1": a, "2": b})
         assert answer["meta_info"]["weight_version"] == "2"
         assert answer["meta_info"]["num_retractions"] == 1
@@ -140,11 +140,10 @@ async def test_no_cache_of_old_weights_serves_new_ones(engine: Served, a: Model,
 
 
 async def test_a_relabelled_version_starts_a_span(engine: Served) -> None:
-    task = await engine.running(PROMPTS[:2], engine.length(5))
+    task = await engine.running(PROMPTS[:2])
     await engine.client.set_version("5")
-    for answer in await task:
+    for answer in await engine.cut_off(task, 2):
         assert [span["version"] for span in answer["meta_info"]["weight_versions"]] == ["1", "5"]
-        assert answer["meta_info"]["finish_reason"]["type"] == "length"
 
 
 @pytest.fixture
@@ -164,9 +163,9 @@ async def test_a_broadcast_is_received_while_samples_go_on(
     assert publisher.stdin is not None
     client = engine.client
     port = int(await asyncio.to_thread(publisher.stdout.readline))
+    task = await engine.running([PROMPTS[0]])
     await client.init_group("127.0.0.1", port, 1, 2, GROUP, "gloo", TIMEOUT_S)
     wanted = {spec.name: spec for spec in specs(b.folder)}
-    task = await engine.running([PROMPTS[0]], engine.length(30))
     await client.begin_update()
     with pytest.raises(EngineError, match="model.nothing: the model has no such parameter"):
         await client.update_from_distributed([TensorSpec("model.nothing", "float32", (1,), "0" * 64)], GROUP)
@@ -175,9 +174,7 @@ async def test_a_broadcast_is_received_while_samples_go_on(
     assert (await client.checksums()).digest == digest(specs(b.folder))
     assert not task.done()
     await client.end_update(mode="retract")
-    await engine.some_more()
-    await client.abort(everything=True)
-    check_spans(PROMPTS[0], (await task)[0], {"1": a, "2": b})
+    check_spans(PROMPTS[0], (await engine.cut_off(task, 1))[0], {"1": a, "2": b})
 
     await client.begin_update()
     await client.update_from_distributed(specs(a.folder), GROUP, bucket=False, weight_version="3")

@@ -50,7 +50,7 @@ async def test_a_failed_generation_is_one_nack(bench: Bench, monkeypatch: pytest
         await one
     assert sorted(group.id for group in await bench.made()) == ["0-0", "0-3"], "nor is a half-aborted group passed on"
     assert await bench.prompts() == 2, "the failed ones are delivered again"
-    again = await bench.puller.next(5)
+    again = await bench.puller.next(60)
     assert again is not None
     assert again.delivered == 2
     events = [wire.decode(data, Event) async for data, _ in bench.ctx.queue.read("events")]

@@ -15,8 +15,8 @@ async def test_a_right_answer_scores_in_the_pool_as_by_itself() -> None:
     """By algebra, whose alarms need a main thread."""
     data = {"run": "t", "steps": 1, "groups_per_step": 1, "samples_per_group": 2, "base": ROOT}
     data |= {"model": {"path": "m"}, "prompts": {"source": "a.b"}}
-    functions = [{"path": "services.reward.rewards.math_verify.score"}]
-    config = parse(data | {"reward": {"functions": functions, "workers": 1, "timeout_s": 20.0}}, "test")
+    functions = [{"path": "tests.reward.functions.patient"}]
+    config = parse(data | {"reward": {"functions": functions, "workers": 1, "timeout_s": 600.0}}, "test")
     async with Pool(config) as pool:
         (found,) = await pool.score(job("\\boxed{2\\sqrt{2}}", "\\boxed{3}", answer="\\sqrt{8}"))
     assert scores(found) == [1.0, 0.0]

@@ -17,9 +17,15 @@ def right(completion: str, answer: Any) -> bool:
     return completion == answer
 
 
-async def judge(prompt: str, completion: str, answer: Any) -> float:
-    await asyncio.sleep(0.2)
-    return float(completion == answer)
+PRESENT: list[str] = []
+
+
+async def meets(completion: str, completions: list[str]) -> float:
+    """Waits until all samples of the group are in here."""
+    PRESENT.append(completion)
+    while len(PRESENT) < len(completions):  # noqa: ASYNC110 - no event is shared before there is a loop
+        await asyncio.sleep(0.01)
+    return float(completion)
 
 
 def everything(prompt: str, completion: str, answer: Any, **context: Any) -> float:
@@ -35,7 +41,7 @@ def sees(
 def acts(completion: str) -> Any:
     """Does what the completion says."""
     if completion.startswith("sleep"):
-        time.sleep(60)
+        time.sleep(600)
     if completion.startswith("spin"):
         while True:
             pass
@@ -58,7 +64,7 @@ def acts(completion: str) -> Any:
 
 async def acts_async(completion: str) -> Any:
     if completion == "wait":
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
     if completion == "own":
         raise TimeoutError
     if completion == "fine":
@@ -89,13 +95,22 @@ def by_options(completion: str, options: dict[str, Any]) -> float:
     return float(options["bonus"])
 
 
+def patient(completion: str, answer: Any) -> float:
+    """math-verify, with as much time as it needs."""
+    from services.reward.rewards import math_verify
+
+    math_verify.SECONDS = 300
+    return math_verify.score(completion, answer)
+
+
 LEAK: list[np.ndarray] = []
 
 
 def leaks(completion: str, mb: int) -> float:
-    """Every call keeps some memory; `bloat` does not stop."""
+    """Every call keeps some memory; `bloat` keeps a gigabyte, and does not end."""
     LEAK.append(np.ones(mb << 17))
     while completion == "bloat":
-        LEAK.append(np.ones(16 << 17))
+        if len(LEAK) < 64:
+            LEAK.append(np.ones(16 << 17))
         time.sleep(0.02)
     return 1.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 pytest.importorskip("math_verify", reason="an optional package: pip install math-verify[antlr4_13_2]")
@@ -29,10 +27,11 @@ from services.reward.rewards import math_verify
         ("\\boxed{" * 2000 + "1", "1", 0),
     ],
 )
-def test_settled_without_algebra(completion: str, answer: object, expected: float) -> None:
-    started = time.process_time()
+def test_settled_without_algebra(
+    monkeypatch: pytest.MonkeyPatch, completion: str, answer: object, expected: float
+) -> None:
+    monkeypatch.setattr(math_verify, "same", None)
     assert math_verify.score(completion, answer) == expected
-    assert time.process_time() - started < 0.5
 
 
 def test_last_line_when_no_box_is_asked_for() -> None:
@@ -53,12 +52,11 @@ def test_last_line_when_no_box_is_asked_for() -> None:
         ("\\boxed{\\boxed{7}}", "7", 1),
     ],
 )
-def test_by_algebra(completion: str, answer: str, expected: float) -> None:
+def test_by_algebra(monkeypatch: pytest.MonkeyPatch, completion: str, answer: str, expected: float) -> None:
+    monkeypatch.setattr(math_verify, "SECONDS", 300)
     assert math_verify.score(completion, answer) == expected
 
 
 def test_an_answer_that_never_ends_is_an_error_and_not_a_wrong_answer() -> None:
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match="took longer than 2 s"):
         math_verify.score("\\boxed{9^{9^{9^{9}}}}", "\\sqrt{8}")
-    assert time.monotonic() - started < 3 * math_verify.SECONDS

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ from tests.processes import ended
 from tests.shared.runs import until
 
 ROOT = str(Path(__file__).parents[2])
+SHORT_S = 3.0
+"""Where something hangs. Whatever does not has to answer in this time also on a bad day."""
 
 
-def run_config(*functions: str, workers: int = 1, timeout_s: float = 0.6, **options: Any) -> RunConfig:
+def run_config(*functions: str, workers: int = 1, timeout_s: float = 60.0, **options: Any) -> RunConfig:
     entries = [{"path": f"tests.reward.functions.{name}", "options": options} for name in functions]
     data = {"run": "t", "steps": 1, "groups_per_step": 1, "samples_per_group": 2, "base": ROOT}
     data |= {"model": {"path": "m"}, "prompts": {"source": "a.b"}}
@@ -46,15 +47,13 @@ async def test_functions_and_samples_in_their_order() -> None:
 
 
 async def test_hangs_are_killed_and_the_pool_stays_whole() -> None:
-    async with Pool(run_config("acts", workers=2)) as pool:
+    async with Pool(run_config("acts", workers=2, timeout_s=SHORT_S)) as pool:
         before = set(pool.pids)
-        started = time.monotonic()
         found = await asyncio.gather(
             pool.score(job("int", "sleep", "int", "spin", "int")),
             pool.score(job("sleep")),
             pool.score(job("int", "none")),
         )
-        took = time.monotonic() - started
         assert [scores(one[0]) for one in found] == [
             [2, "timeout", 2, "timeout", 2],
             ["timeout"],
@@ -63,8 +62,7 @@ async def test_hangs_are_killed_and_the_pool_stays_whole() -> None:
         assert len(pool.pids) == 2
         assert not before & set(pool.pids)
         assert pool.kills == 3
-        assert took < 10
-        assert "longer than 0.6 s" in found[1][0][0].error
+        assert "longer than 3 s" in found[1][0][0].error
 
 
 async def test_a_crash_costs_one_sample() -> None:
@@ -92,25 +90,28 @@ async def test_what_user_code_prints_is_no_protocol() -> None:
 
 
 async def test_async_functions_run_side_by_side() -> None:
-    async with Pool(run_config("judge", timeout_s=3.0)) as pool:
-        started = time.monotonic()
-        (found,) = await pool.score(job(*["a", "b"] * 20))
-        assert scores(found) == [1, 0] * 20
-        assert time.monotonic() - started < 3
+    completions = [str(number) for number in range(40)]
+    async with Pool(run_config("meets")) as pool:
+        (found,) = await pool.score(job(*completions, completions=completions))
+        assert scores(found) == list(range(40))
 
 
-async def test_async_functions_have_the_same_deadline() -> None:
-    async with Pool(run_config("acts_async")) as pool:
-        (found,) = await pool.score(job("fine", "wait", "own", "raise", "fine"))
-        assert scores(found) == [1, "timeout", "raised", "raised", 1]
-        assert pool.kills == 0
+async def test_async_functions_have_the_same_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config("acts_async", timeout_s=SHORT_S)
+    with monkeypatch.context() as patched:
+        patched.setattr("services.reward.pool.GRACE_S", 60.0)  # the process ends its calls by itself
+        async with Pool(config) as pool:
+            (found,) = await pool.score(job("fine", "wait", "own", "raise", "fine"))
+            assert scores(found) == [1, "timeout", "raised", "raised", 1]
+            assert pool.kills == 0
+    async with Pool(config) as pool:
         (found,) = await pool.score(job("fine", "spin", "fine", "die", "exit"))
         assert scores(found) == [1, "timeout", 1, "died", "raised"]
         assert len(pool.pids) == 1
 
 
 async def test_a_cancelled_call_leaves_a_whole_pool() -> None:
-    async with Pool(run_config("acts", timeout_s=30.0)) as pool:
+    async with Pool(run_config("acts")) as pool:
         task = asyncio.create_task(pool.score(job("sleep")))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -131,7 +132,7 @@ async def test_no_process_outlives_the_service() -> None:
     code = (
         "import asyncio, tests.reward.test_pool as t\n"
         "async def main():\n"
-        "    async with t.Pool(t.run_config('acts', workers=2, timeout_s=60)) as pool:\n"
+        "    async with t.Pool(t.run_config('acts', workers=2, timeout_s=600)) as pool:\n"
         "        print(*pool.pids, flush=True)\n"
         "        await pool.score(t.job('spin'))\n"
         "asyncio.run(main())\n"
@@ -139,13 +140,13 @@ async def test_no_process_outlives_the_service() -> None:
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     try:
         assert parent.stdout is not None
-        line = await asyncio.wait_for(parent.stdout.readline(), 20)
+        line = await asyncio.wait_for(parent.stdout.readline(), 120)
         workers = [int(pid) for pid in line.split()]
         assert len(workers) == 2
     finally:
         parent.kill()
         await parent.wait()
-    await until(lambda: all(map(ended, workers)), "the workers are gone")
+    await until(lambda: all(map(ended, workers)), "the workers are gone", 60)
 
 
 async def test_groups_are_spread_over_the_processes() -> None:
@@ -156,7 +157,7 @@ async def test_groups_are_spread_over_the_processes() -> None:
 
 async def test_a_process_that_leaks_is_replaced_between_requests_and_costs_nothing(monkeypatch) -> None:
     monkeypatch.setattr("services.reward.pool.WEIGH_S", 0.01)
-    config = run_config("leaks", timeout_s=20.0, mb=20)
+    config = run_config("leaks", mb=20)
     config.reward.memory_mb = 256
     async with Pool(config) as pool:
         pids = set(pool.pids)
@@ -172,7 +173,7 @@ async def test_a_process_that_leaks_is_replaced_between_requests_and_costs_nothi
 
 async def test_a_call_that_takes_all_memory_costs_its_own_sample(monkeypatch) -> None:
     monkeypatch.setattr("services.reward.pool.WEIGH_S", 0.05)
-    config = run_config("leaks", timeout_s=20.0, mb=1)
+    config = run_config("leaks", mb=1)
     config.reward.memory_mb = 256
     async with Pool(config) as pool:
         found = await pool.score(job("a", "bloat", "b"))

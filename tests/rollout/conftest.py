@@ -54,7 +54,7 @@ class Light:
     ) -> list[dict[str, Any]]:
         body: dict[str, Any] = {"input_ids": prompts, "return_logprob": True, "logprob_start_len": start}
         body["sampling_params"] = {"temperature": 1.0, "ignore_eos": True} | sampling
-        return await self.client.generate(body | ({"rid": rid} if rid else {}), timeout_s=60)
+        return await self.client.generate(body | ({"rid": rid} if rid else {}), timeout_s=300)
 
     def generated(self) -> int:
         return self.engine.scheduler.generated

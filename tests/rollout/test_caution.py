@@ -84,7 +84,7 @@ async def test_a_suspect_waits_for_the_others_and_then_runs_alone():
     assert await slots.finish("suspect") == {"also suspect"}
     assert await slots.finish("also suspect") == {"late"}
     await slots.finish("late")
-    await asyncio.wait_for(asyncio.gather(*slots.tasks), 5)
+    await asyncio.wait_for(asyncio.gather(*slots.tasks), 60)
     assert slots.places.held == 0
 
 
@@ -103,7 +103,7 @@ async def test_what_waits_for_weights_is_in_nobodys_way():
                 weights[gives].set()
 
     work = [draw("late", 1, 2, 0), draw("suspect", 4, 1, 2), draw("early", 1, 0, 1)]
-    await asyncio.wait_for(asyncio.gather(*work), 5)
+    await asyncio.wait_for(asyncio.gather(*work), 60)
     assert log == ["early", "suspect", "late"]
     assert (places.held, places.suspects, places.alone) == (0, 0, False)
 
@@ -131,7 +131,7 @@ async def test_who_comes_back_from_a_rest_goes_before_who_asks_for_a_prompt():
         await asyncio.sleep(0)
     assert places.held == 1
     weights.set()
-    await asyncio.wait_for(asyncio.gather(*work), 5)
+    await asyncio.wait_for(asyncio.gather(*work), 60)
     assert log[:2] == ["0", "drawn"], "it comes next"
     assert (places.held, places.suspects, places.returning) == (0, 0, 0)
 

@@ -19,8 +19,9 @@ from shared.broker import EmbeddedBroker
 from shared.jetstream import Connection
 from shared.records import FinishedSample, Group, Sampling
 from shared.service import Context
-from tests.controller.pipeline import open_context, run_config, until
+from tests.controller.pipeline import open_context, run_config
 from tests.rollout.scripted import Engine, Tokens
+from tests.shared.runs import until
 
 PROMPT = [1, 2]
 

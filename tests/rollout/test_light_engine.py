@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.rollout import tiny
-from tests.rollout.tiny import PROMPTS, logprobs_of, reference_logprobs, until
+from tests.rollout.tiny import FOREVER, PROMPTS, logprobs_of, reference_logprobs, until
 
 
 def ids(answers: list[dict[str, Any]]) -> list[list[int]]:
@@ -64,7 +64,7 @@ async def test_unseeded_samples_differ(light) -> None:
 
 
 async def test_a_request_is_admitted_while_another_decodes(light) -> None:
-    long = asyncio.create_task(light.sample(PROMPTS[0], max_new_tokens=2000))
+    long = asyncio.create_task(light.sample(PROMPTS[0], max_new_tokens=FOREVER))
     await until(lambda: light.generated() > 5)
     (short,) = await light.sample(PROMPTS[1], max_new_tokens=3)
     assert len(short["output_ids"]) == 3
@@ -79,20 +79,28 @@ async def test_one_prefill_serves_all_samples_of_a_prompt(light) -> None:
     assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, 40, 40, 40]
 
 
-async def test_a_full_cache_makes_requests_wait_and_rows_grow_and_shrink(serve, model) -> None:
+async def test_a_full_cache_makes_requests_wait_and_rows_grow_and_shrink(serve, model, monkeypatch) -> None:
     light = await serve(model.folder, "--max-total-tokens", "256")
+    scheduler, step, most_waiting = light.engine.scheduler, light.engine.model.hidden, 0
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        nonlocal most_waiting
+        most_waiting = max(most_waiting, len(scheduler.waiting))
+        return step(*arguments)
+
+    monkeypatch.setattr(light.engine.model, "hidden", watched)
+    await light.client.pause("in_place")
     sizes = [20, 150, 5, 200, 90, 10, 60, 240]
     prompts = [[3 + index] * 4 for index in range(len(sizes))]
     requests = [
         asyncio.create_task(light.sample(prompt, temperature=0, max_new_tokens=size))
         for prompt, size in zip(prompts, sizes, strict=True)
     ]
-    most_waiting = 0
-    while not all(request.done() for request in requests):
-        most_waiting = max(most_waiting, (await light.client.load())["num_waiting_reqs"])
-    assert most_waiting > 0
+    await until(lambda: len(scheduler.waiting) == len(sizes))
+    await light.client.resume()
     for request, prompt, size in zip(requests, prompts, sizes, strict=True):
         assert (await request)[0]["output_ids"] == tiny.greedy(model.reference, prompt, size)
+    assert most_waiting > 0
 
 
 async def test_stopping(light, model) -> None:

@@ -11,13 +11,14 @@ import pytest
 from services.rollout.engines.client import EngineError
 from services.rollout.engines.light import server as server_module
 from tests.rollout import tiny
-from tests.rollout.tiny import PROMPTS, until
+from tests.rollout.tiny import FOREVER, PROMPTS, until
 
 
-async def start_long(light: Any, rid: str, count: int = 2000) -> asyncio.Task[Any]:
-    before = light.generated()
-    task = asyncio.create_task(light.sample(PROMPTS[0], rid=rid, max_new_tokens=count))
-    await until(lambda: light.generated() > before + 3)
+async def start_long(light: Any, rid: str) -> asyncio.Task[Any]:
+    """A sample in the middle of decoding."""
+    task = asyncio.create_task(light.sample(PROMPTS[0], rid=rid, max_new_tokens=FOREVER))
+    running = light.engine.scheduler.batch
+    await until(lambda: any(one.rid == rid and len(one.output) > 3 for one in list(running.sequences)))
     return task
 
 
@@ -69,7 +70,7 @@ async def test_abort_by_prefix_returns_the_partial_output(light) -> None:
     await light.client.abort("group-1")
     (answer,) = await mine
     assert reason([answer]) == "abort"
-    assert 0 < len(answer["output_ids"]) < 2000
+    assert 0 < len(answer["output_ids"]) < FOREVER
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
     assert not others.done()
     await light.client.abort("nobody")
@@ -94,7 +95,7 @@ async def test_pause_abort_ends_what_runs_and_holds_what_comes(light) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_pause_freezes_and_a_request_can_be_aborted_meanwhile(light, mode: str) -> None:
-    first, second = await start_long(light, "a", 300), await start_long(light, "b", 2000)
+    first, second = await start_long(light, "a"), await start_long(light, "b")
     await light.client.pause(mode)
     frozen = light.generated()
     load = await light.client.load()
@@ -103,8 +104,10 @@ async def test_a_pause_freezes_and_a_request_can_be_aborted_meanwhile(light, mod
     assert reason(await second) == "abort"
     assert light.generated() == frozen
     await light.client.resume()
+    await until(lambda: light.generated() > frozen + 10)
+    await light.client.abort("a")
     (answer,) = await first
-    assert (reason([answer]), len(answer["output_ids"])) == ("length", 300)
+    assert reason([answer]) == "abort"
     assert answer["meta_info"]["num_retractions"] == (1 if mode == "retract" else 0)
 
 
@@ -112,7 +115,7 @@ async def test_a_client_that_goes_away_aborts_its_request(light) -> None:
     task = await start_long(light, "a")
     task.cancel()
     await until(lambda: not light.engine.scheduler.batch)
-    assert light.generated() < 2000
+    assert light.generated() < FOREVER
 
 
 async def test_a_stuck_model_is_unhealthy_and_a_dead_one_says_so(light, monkeypatch) -> None:

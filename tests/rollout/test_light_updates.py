@@ -19,7 +19,7 @@ from services.dcs.digest import TensorSpec, digest, dtype_name, tensor_checksum
 from services.rollout.engines.client import EngineError
 from tests.rollout import tiny
 from tests.rollout.publisher import GROUP, TIMEOUT_S, halves
-from tests.rollout.tiny import PROMPTS, logprobs_of, reference_logprobs, until
+from tests.rollout.tiny import FOREVER, PROMPTS, logprobs_of, reference_logprobs, until
 
 
 def specs(folder: Any) -> list[TensorSpec]:
@@ -35,7 +35,7 @@ async def greedy(light: Any) -> list[int]:
     return answer["output_ids"]
 
 
-async def running(light: Any, length: int = 600, **settings: Any) -> asyncio.Task[Any]:
+async def running(light: Any, length: int = FOREVER, **settings: Any) -> asyncio.Task[Any]:
     """Samples that are in the middle of decoding."""
     task = asyncio.create_task(light.sample(PROMPTS[:3], max_new_tokens=length, **settings))
     await some_more(light)
@@ -44,7 +44,16 @@ async def running(light: Any, length: int = 600, **settings: Any) -> asyncio.Tas
 
 async def some_more(light: Any) -> None:
     before = light.generated()
-    await until(lambda: light.generated() > before + 10)
+    await until(lambda: light.generated() > before + 30)
+
+
+async def cut_off(light: Any, task: asyncio.Task[Any]) -> list[dict[str, Any]]:
+    """What running samples have a little later."""
+    await some_more(light)
+    await light.client.abort(everything=True)
+    answers = await task
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
+    return answers
 
 
 async def test_a_staged_update_is_not_visible_before_its_commit(light, model, other) -> None:
@@ -84,11 +93,11 @@ async def test_retract_recomputes_running_samples_under_the_new_weights(light, m
     await light.client.update_from_disk(str(other.folder), "1")
     if paused:
         await light.client.resume()
-    for prompt, answer in zip(PROMPTS, await task, strict=False):
+    for prompt, answer in zip(PROMPTS, await cut_off(light, task), strict=False):
         meta = answer["meta_info"]
         first, second = meta["weight_versions"]
         assert (first["version"], second["version"], meta["weight_version"]) == ("default", "1", "1")
-        assert (first["start"], first["end"], second["end"]) == (0, second["start"], 600)
+        assert (first["start"], first["end"], second["end"]) == (0, second["start"], len(answer["output_ids"]))
         assert meta["num_retractions"] == 1
         for span, reference in ((first, model.reference), (second, other.reference)):
             expected = reference_logprobs(reference, prompt + answer["output_ids"])[len(prompt) - 1 :]
@@ -111,7 +120,7 @@ async def test_in_place_keeps_the_cache_and_still_names_the_spans(light, model, 
         await light.client.resume()
     else:
         await light.client.update_from_disk(str(other.folder), "1", mode="in_place")
-    for prompt, answer in zip(PROMPTS, await task, strict=False):
+    for prompt, answer in zip(PROMPTS, await cut_off(light, task), strict=False):
         meta = answer["meta_info"]
         first, second = meta["weight_versions"]
         assert (first["version"], second["version"], meta["num_retractions"]) == ("default", "1", 0)
@@ -122,11 +131,12 @@ async def test_in_place_keeps_the_cache_and_still_names_the_spans(light, model, 
         assert difference.abs().max() > 1e-3  # the old keys and values are still there
 
 
-async def test_seeded_samples_survive_a_retraction_unchanged(light) -> None:
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_seeded_samples_survive_a_pause_unchanged_to_their_end(light, mode: str) -> None:
     settings = {"sampling_seed": 3}
     undisturbed = await light.sample(PROMPTS[:3], max_new_tokens=600, **settings)
-    task = await running(light, **settings)
-    await light.client.pause("retract")
+    task = await running(light, 600, **settings)
+    await light.client.pause(mode)
     await light.client.resume()
     disturbed = await task
     assert [a["output_ids"] for a in disturbed] == [a["output_ids"] for a in undisturbed]
@@ -135,9 +145,10 @@ async def test_seeded_samples_survive_a_retraction_unchanged(light) -> None:
 async def test_a_relabelled_version_starts_a_span_and_aborts_only_if_asked(light) -> None:
     task = await running(light)
     await light.client.set_version("5")
-    for answer in await task:
+    await some_more(light)
+    assert not task.done()
+    for answer in await cut_off(light, task):
         assert [span["version"] for span in answer["meta_info"]["weight_versions"]] == ["default", "5"]
-        assert answer["meta_info"]["finish_reason"]["type"] == "length"
     task = await running(light)
     await light.client.set_version("6", abort_all=True)
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in await task} == {"abort"}
@@ -199,21 +210,19 @@ async def test_distributed_updates_from_a_second_process(light, model, other, pu
     """Several buckets a version, then tensor by tensor, while samples go on; then a publisher that dies."""
     assert publisher.stdout is not None
     port = int(await asyncio.to_thread(publisher.stdout.readline))
+    task = await running(light)
     await light.client.init_group("127.0.0.1", port, 1, 2, GROUP, "gloo", TIMEOUT_S)
     wanted = {spec.name: spec for spec in specs(other.folder)}
 
     await light.client.begin_update()
     with pytest.raises(EngineError, match=r"model\.nothing: the model has no such parameter"):
         await light.client.update_from_distributed([TensorSpec("model.nothing", "float32", (1,), "0" * 64)], GROUP)
-    task = await running(light, length=4000)
     for names in halves(wanted):
         await light.client.update_from_distributed([wanted[name] for name in names], GROUP, weight_version="1")
     assert not task.done()
     assert (await light.client.checksums()).digest == digest(specs(other.folder))
     await light.client.end_update()
-    await some_more(light)
-    await light.client.abort(everything=True)
-    assert {len(answer["meta_info"]["weight_versions"]) for answer in await task} == {2}
+    assert {len(answer["meta_info"]["weight_versions"]) for answer in await cut_off(light, task)} == {2}
     assert await greedy(light) == tiny.greedy(other.reference, PROMPTS[0], 8)
 
     await light.client.begin_update()

@@ -22,9 +22,10 @@ from shared.config import ConfigError, RunConfig, parse
 from shared.jetstream import Connection
 from shared.records import DeadLetter, Event, Group, Receipt, Rewards, Samples, Sampling, floats, ints
 from shared.service import Context
-from tests.controller.pipeline import open_context, until
+from tests.controller.pipeline import open_context
 from tests.rollout import tiny
 from tests.rollout.conftest import Model
+from tests.shared.runs import until
 
 Connect = Callable[..., Awaitable[Connection]]
 PROMPT = [5, 6, 7]
@@ -81,19 +82,25 @@ async def serving(ctx: Context) -> AsyncIterator[None]:
             task.result()
     finally:
         ctx.stopping.set()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 120)
 
 
 async def taken(ctx: Context, count: int, stream: str = "advantages") -> list[Group]:
     puller = await ctx.queue.pull(stream, stream, prefetch=8)
     found = []
     while len(found) < count:
-        delivery = await puller.next(30)
+        delivery = await puller.next(120)
         assert delivery is not None, f"{len(found)} of {count} groups came"
         found.append(wire.decode(delivery.data, Group))
         await delivery.ack()
     await puller.stop()
     return found
+
+
+def write(source: Path, target: Path) -> None:
+    """A folder that is there is whole."""
+    shutil.copytree(source, target.with_name("unfinished"))
+    target.with_name("unfinished").rename(target)
 
 
 async def records(ctx: Context, stream: str, kind: type[Any]) -> list[Any]:
@@ -138,12 +145,12 @@ async def test_a_group_goes_from_the_teacher_to_the_reference_to_the_trainer(
     reference = await open_context(await connect(broker.url), config, "reference", "reference-0")
     await teacher.queue.publish(teacher.subjects.stage("teacher"), group(0), msg_id="0-0")
     async with serving(teacher), serving(reference):
-        await until(lambda: reference._heartbeat.state == "waiting for weights", "the reference waits for the trainer")
-        shutil.copytree(model.folder, references.folder(config, 0))
+        await until(lambda: reference._heartbeat.state == "waiting for weights", "the reference waits", 120)
+        write(model.folder, references.folder(config, 0))
         (found,) = await taken(teacher, 1)
         np.testing.assert_allclose(found.columns["teacher_logprobs"], expected(other), atol=1e-4)
         np.testing.assert_allclose(found.columns["reference_logprobs"], expected(model), atol=1e-4)
-        shutil.copytree(other.folder, references.folder(config, 3))
+        write(other.folder, references.folder(config, 3))
         await teacher.queue.publish(teacher.subjects.stage("teacher"), group(1), msg_id="0-1")
         (found,) = await taken(teacher, 1)
         np.testing.assert_allclose(found.columns["reference_logprobs"], expected(other), atol=1e-4)
@@ -162,7 +169,7 @@ async def test_what_cannot_be_scored_is_told_counted_and_dropped(
         async def dropped() -> bool:
             return bool(await records(ctx, "receipts", Receipt))
 
-        await until(dropped, "the drop is on record", 30)
+        await until(dropped, "the drop is on record", 120)
     (receipt,) = await records(ctx, "receipts", Receipt)
     assert (receipt.kind, receipt.group_id, receipt.reason) == ("dropped", "0-0", "dead:teacher")
     assert [letter.stage for letter in await records(ctx, "dead", DeadLetter)] == ["teacher"]

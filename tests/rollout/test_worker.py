@@ -16,8 +16,9 @@ from shared.broker import EmbeddedBroker
 from shared.jetstream import Connection
 from shared.pull import Delivery, Puller
 from shared.records import Group, Sampling
-from tests.controller.pipeline import open_context, run_config, until
+from tests.controller.pipeline import open_context, run_config
 from tests.rollout.scripted import Engine, Receiver, Tokens
+from tests.shared.runs import until
 
 
 class Bench:
@@ -35,7 +36,7 @@ class Bench:
         """Hand a prompt to the worker."""
         one = Group(f"0-{issue}", "train", issue, issue, min_step, "p", None, {}, Sampling(2, 8, seed=1))
         await self.ctx.queue.publish(self.ctx.subjects.prompts, one, msg_id=msg_id or one.id)
-        delivery = await self.puller.next(5)
+        delivery = await self.puller.next(60)
         assert delivery is not None
         return asyncio.create_task(self._episode(delivery))
 
@@ -46,7 +47,9 @@ class Bench:
     async def made(self) -> list[Group]:
         """The reward requests so far."""
         found = []
-        while (delivery := await self.requests.next(0.3)) is not None:
+        for _ in range((await self.ctx.queue.depths())["rewards"].messages):
+            delivery = await self.requests.next(60)
+            assert delivery is not None
             found.append(wire.decode(delivery.data, Group))
             await delivery.ack()
         return found

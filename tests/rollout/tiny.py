@@ -13,7 +13,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 96
 EOS = 2
-CONTEXT = 4096
+CONTEXT = 1 << 16
+FOREVER = 40_000
+"""Tokens of a sample that a test wants in the middle of decoding: minutes of work, so that no stall of the test lets it end by
+itself. The test aborts it."""
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 17, [3, 94, 50], list(range(4, 44)), [60], [12, 90, 13, 91, 14, 92]]
 
 
@@ -61,7 +64,7 @@ def logprobs_of(answer: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"

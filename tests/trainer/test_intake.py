@@ -19,7 +19,8 @@ from shared.jetstream import Connection
 from shared.ledger import Ledger
 from shared.records import Group, Receipt, Rewards, Samples, Sampling, floats, ints
 from shared.service import Context, ServiceFailed
-from tests.controller.pipeline import fold, open_context, run_config, until
+from tests.controller.pipeline import fold, open_context, run_config
+from tests.shared.runs import until
 
 
 def group(issue: int, steps: tuple[int, ...] = (0, 0), lengths: tuple[int, ...] = (2, 3), version: int = 1) -> Group:

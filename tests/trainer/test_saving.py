@@ -66,7 +66,7 @@ def saver(store: CheckpointStore, ranks: Ranks) -> Saver:
 
 
 async def until_asked(ranks: Ranks) -> None:
-    await until(lambda: ranks.asked >= 3, "the third look", 30)
+    await until(lambda: ranks.asked >= 3, "the third look")
 
 
 async def test_training_goes_on_and_covers_when_durable(saver: Saver, store: CheckpointStore, ranks: Ranks) -> None:
@@ -112,7 +112,7 @@ async def test_a_failure_ends_whatever_the_trainer_waits_for(
     assert not forever.done()
     ranks.full = True
     with pytest.raises(OSError, match="the disk is full"):
-        await asyncio.wait_for(forever, 30)
+        await asyncio.wait_for(forever, 60)
     assert (covered, list(store.folder.iterdir())) == ([], [])
     await saver.close()
 

@@ -86,7 +86,7 @@ async def test_a_running_trainer_ends_for_it(ctx: Context, tmp_path: Path, monke
 
     async def training() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         finally:
             stopped.set()
 
@@ -110,9 +110,9 @@ async def test_what_cannot_be_is_refused_and_training_goes_on(
     await rollback.ask(ctx.kv, wish)
 
     async def training() -> None:
-        await until(lambda: refused(ctx), "it is refused")
+        await until(lambda: refused(ctx), "it is refused", 60)
 
-    await asyncio.wait_for(wishes.unless_wished(seen, store, training()), 20)
+    await asyncio.wait_for(wishes.unless_wished(seen, store, training()), 120)
     await rollback.ask(ctx.kv, wish)
     assert await wishes.fulfil(seen, store) is None
     assert await rollback.asked(ctx.kv) is None

@@ -10,19 +10,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.processes import ended
 from tests.trainer.layouts.measure import means, resume, run_config, update
 from tests.trainer.models import build_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks are tried on Linux only")
 
+HANG_S = 15
+"""What a rank may let the others wait for, where one is stopped. Waited out by the test; a slow rank has to keep to it."""
+
 LEADER = """
-import os, signal, sys, time
+import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 import psutil
+from services.trainer import channel
 from services.trainer.build import build
 from services.trainer.channel import RankLost, gather
 from services.trainer.checkpoint import CheckpointStore
@@ -33,8 +37,11 @@ from shared import failpoints
 from tests.trainer.conftest import samples
 from tests.trainer.layouts.measure import BUDGET, GRPO, run_config, update
 
-what, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-config = run_config(folder, 2, {"tensor_model_parallel_size": 2}, rank_timeout_s=8)
+what, folder, out, timeout_s = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
+channel.LEAVE_S = 300.0
+if what == "dies":
+    channel.ENDING_S = 60.0
+config = run_config(folder, 2, {"tensor_model_parallel_size": 2}, rank_timeout_s=timeout_s)
 policy = build(config, gather(config))
 follower = psutil.Process().children()[0]
 sums = update(policy, seed=6)
@@ -61,13 +68,11 @@ if what == "dies":
 
 if what in ("dies", "hangs"):
     follower.send_signal(signal.SIGKILL if what == "dies" else signal.SIGSTOP)
-    started = time.monotonic()
     try:
         update(policy, seed=7)
     except RankLost as error:
         print(error, flush=True)
         policy.close()
-        assert time.monotonic() - started < 60
         assert not follower.is_running()
     else:
         sys.exit("nothing was missed")
@@ -89,8 +94,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lead(what: str, folder: Path, out: Path) -> subprocess.Popen[str]:
+    timeout_s = HANG_S if what == "hangs" else 300
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", LEADER, what, str(folder), str(out)],
+        [sys.executable, "-W", "ignore", "-c", LEADER, what, str(folder), str(out), str(timeout_s)],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
@@ -101,7 +107,7 @@ def lead(what: str, folder: Path, out: Path) -> subprocess.Popen[str]:
 
 def run(what: str, folder: Path, out: Path) -> tuple[int, str]:
     process = lead(what, folder, out)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=600)
     return process.returncode, stdout + stderr
 
 
@@ -117,7 +123,7 @@ def test_errors_come_to_the_leader_and_leave_all_in_step_and_a_dead_rank_is_miss
 def test_a_rank_that_hangs_is_missed(folder: Path, tmp_path: Path) -> None:
     code, output = run("hangs", folder, tmp_path)
     assert code == 0, output
-    assert "rank 0 of 2 lost another rank: no rank of this machine has ended, so one hangs for more than 8 s" in output
+    assert "rank 0 of 2 lost another rank: no rank of this machine has ended, so one hangs for more than 15 s" in output
 
 
 def test_ranks_that_are_dismissed_end_well(folder: Path, tmp_path: Path) -> None:
@@ -137,8 +143,8 @@ def test_killed_while_saving_in_one_layout_goes_on_in_another(folder: Path, tmp_
 
     code, output = run("saves", folder, tmp_path)
     assert code == -signal.SIGKILL, output
-    follower, deadline = int(output.splitlines()[0]), time.monotonic() + 30
-    while psutil.pid_exists(follower):
+    follower, deadline = int(output.splitlines()[0]), time.monotonic() + 60
+    while not ended(follower):
         assert time.monotonic() < deadline, "a rank outlived its leader"
         time.sleep(0.05)
     assert any(path.name.startswith("saving-") for path in (tmp_path / "checkpoints").iterdir())

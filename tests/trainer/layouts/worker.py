@@ -24,7 +24,7 @@ def main(plan: dict[str, Any], root: Path) -> None:
     """`plan`: {"ranks", "layouts": {name: {"model", "megatron", "dtype", "what", "reference"}}}. `what`: updates, logprobs or
     critic. Models and results lie below `root`; updates go on from the checkpoint of `reference` too."""
     configs = {
-        name: run_config(root / one["model"], plan["ranks"], one["megatron"], one["dtype"], rank_timeout_s=60)
+        name: run_config(root / one["model"], plan["ranks"], one["megatron"], one["dtype"], rank_timeout_s=300)
         for name, one in plan["layouts"].items()
     }
     channel = join(next(iter(configs.values())))
