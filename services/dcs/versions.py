@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shared.records import Received
-from shared.wire import WireError, decode, encode, schema
+from shared.wire import MAGIC, WireError, decode, encode, schema
 
 STATE_KEY = "dcs"
 """Where the state lies in the run's config bucket."""
@@ -118,6 +118,7 @@ class Version:
         return self.result == "ok" and all(self.answers.get(member.replica) == "broadcast" for member in members)
 
 
+@schema("dcs_state", 1)
 @dataclass(slots=True)
 class State:
     """All that a restarted DCS needs."""
@@ -155,6 +156,8 @@ class State:
 
     @classmethod
     def load(cls, data: bytes) -> State:
+        if data.startswith(MAGIC):  # of a run that began when states were stored as they are
+            return decode(data, State)
         try:
             stored = decode(zlib.decompress(data), Stored)
         except zlib.error as error:
@@ -167,7 +170,7 @@ class State:
         return state
 
 
-@schema("dcs_state", 2)
+@schema("dcs_stored", 1)
 @dataclass(slots=True)
 class Stored:
     """A State as it lies in KV. Epoch 0 is no group."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from services.dcs.versions import KEPT_VERSIONS, State, Versions
 from shared.records import Received
+from shared.wire import encode
 
 MEMBERS = 1000
 BROKER_LIMIT = 1 << 20
@@ -37,3 +38,4 @@ def test_the_state_of_a_thousand_members_is_one_small_message() -> None:
     stored = rules.state.dump()
     assert len(stored) < BROKER_LIMIT / 4
     assert State.load(stored) == rules.state
+    assert State.load(encode(rules.state)) == rules.state, "as runs stored it that began earlier"
