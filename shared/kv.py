@@ -13,6 +13,7 @@ import re
 import uuid
 from typing import Any
 
+from shared import batch
 from shared.errors import ApiError, BucketMissing, Conflict, KeyExists, PublishRefused
 from shared.feed import NOT_FOUND
 from shared.jetstream import Connection
@@ -25,6 +26,7 @@ NO_MESSAGE = 10037
 NS = 1_000_000_000
 MAX_BYTES = 64 << 20
 WRITE_DEADLINE_S = 60.0
+READ_DEADLINE_S = 10.0
 
 
 class KV:
@@ -90,6 +92,16 @@ class KV:
         if b"KV-Operation:" in base64.b64decode(message.get("hdrs", "")):
             return None  # a delete marker of another client
         return base64.b64decode(message.get("data", "")), int(message["seq"])
+
+    async def values(self, prefix: str) -> dict[str, bytes]:
+        """All values below `prefix.`, by key, in few requests however many there are. For looks (see shared/batch.py)."""
+        names = [self._subject(key) for key in await self.keys() if key.startswith(f"{prefix}.")]
+        found = {}
+        for frame in await batch.newest(self._connection, self._stream, names, READ_DEADLINE_S):
+            headers = frame.headers or {}
+            if "KV-Operation" not in headers:
+                found[headers["Nats-Subject"].removeprefix(f"$KV.{self.bucket}.")] = frame.data
+        return found
 
     async def put(self, key: str, value: bytes, ttl_s: float | None = None) -> int:
         """Write, whatever is there. Returns the revision."""

@@ -147,6 +147,7 @@ def _publish(role: Role, subjects: Subjects) -> Iterator[str]:
         yield from (f"{API}.STREAM.INFO.{name}", f"{API}.STREAM.MSG.GET.{name}", f"{API}.CONSUMER.LIST.{name}")
         if role.owner:
             yield from (f"{API}.STREAM.CREATE.{name}", f"{API}.STREAM.UPDATE.{name}", f"{API}.STREAM.PURGE.{name}")
+    yield f"{API}.DIRECT.GET.KV_{subjects.services_bucket}"
     for name in ("blobs", "archive"):
         yield f"{API}.DIRECT.GET.{subjects.stream(name)}.>"
     for name in LOGS:

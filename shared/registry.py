@@ -105,10 +105,8 @@ class Registry:
 
     async def alive(self, service: str | None = None) -> list[Heartbeat]:
         """The newest heartbeat of every replica that has one, by service and replica."""
-        prefix = f"{BEATS}." if service is None else f"{BEATS}.{_token(service)}."
-        keys = [key for key in await self._kv.keys() if key.startswith(prefix)]
-        found = await asyncio.gather(*(self._kv.get(key) for key in keys))
-        return [wire.decode(value[0], Heartbeat) for value in found if value is not None]
+        found = await self._kv.values(BEATS if service is None else f"{BEATS}.{_token(service)}")
+        return [wire.decode(found[key], Heartbeat) for key in sorted(found)]
 
     async def present(self, launcher: Launcher) -> None:
         """Tell that a launcher is there. It is forgotten after the TTL, as a replica is."""

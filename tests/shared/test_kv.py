@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared.broker import EmbeddedBroker
-from shared.errors import BucketMissing, Conflict, KeyExists
+from shared.errors import BucketMissing, Conflict, KeyExists, RequestTimeout
 from shared.kv import KV
 from tests.shared.runs import until
 
@@ -35,6 +36,39 @@ async def test_put_get_keys_delete(kv: KV) -> None:
     await kv.delete("never-was")
     assert await kv.get("a") is None
     assert await kv.keys() == ["b.c"]
+
+
+async def test_all_values_below_a_prefix_at_once(kv: KV) -> None:
+    assert await kv.values("beat") == {}
+    many = {f"beat.rollout.r{number}": b"%d" % number for number in range(1100)}  # more than the broker tells at once
+    await asyncio.gather(*(kv.put(key, value) for key, value in many.items()))
+    await kv.put("beat.rollout.r1", b"newer")
+    await kv.put("beaten", b"elsewhere")
+    await kv.delete("beat.rollout.r2")
+    del many["beat.rollout.r2"]
+    assert await kv.values("beat") == many | {"beat.rollout.r1": b"newer"}
+    assert await kv.values("beat.rollout") == await kv.values("beat")
+    assert await kv.values("beat.roll") == {}
+
+
+async def test_all_values_are_asked_for_again_when_the_broker_comes_back(
+    own_broker: EmbeddedBroker, connect: Any
+) -> None:
+    kv = await KV.open(await connect(own_broker.url), "r_services", ttl=True)
+    await asyncio.gather(*(kv.put(f"beat.a.{number}", b"") for number in range(300)))
+    own_broker.kill()
+    asking = asyncio.create_task(kv.values("beat"))
+    await asyncio.sleep(0)
+    own_broker.restart()
+    with contextlib.suppress(RequestTimeout):  # a machine so slow that the deadline ran out
+        assert len(await asking) == 300
+
+    async def all_there() -> bool:
+        with contextlib.suppress(RequestTimeout):
+            return len(await kv.values("beat")) == 300
+        return False
+
+    await until(all_there, "the broker answers again", 60.0)
 
 
 async def test_create_only_once(kv: KV) -> None:
