@@ -4,8 +4,8 @@ A role is a key at the broker. Everybody may read the run's logs and say how it 
 particular a rollout replica publishes neither weights nor receipts other than "this group is dropped". Only `controller` and
 `operator` create streams: whoever may do that can make the broker copy messages to any subject.
 
-`slipstream broker init` writes this into the broker's configuration (services/controller/broker_setup). tests/shared/
-test_permissions.py holds the table against a real broker, with a whole run and with each role's forbidden subjects.
+`slipstream broker init` writes this into the broker's configuration (services/controller/broker_setup). It is tried on a real
+broker: each role's forbidden subjects in tests/controller/test_broker_setup.py, a whole run in tests/e2e/test_secure_run.py.
 """
 
 from __future__ import annotations
