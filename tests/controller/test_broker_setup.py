@@ -24,7 +24,7 @@ from shared.errors import AccessDenied, BrokerRefuses
 from shared.jetstream import Connection
 from shared.kv import KV
 from shared.permissions import ROLES
-from shared.records import Receipt
+from shared.records import Heartbeat, Receipt
 from shared.registry import Registry
 from shared.subjects import STREAMS, Subjects
 from shared.transfer_queue import TransferQueue
@@ -154,6 +154,16 @@ async def test_config_keys_and_leases_belong_to_their_services(enter: Any) -> No
     registry = await Registry.open(queue.connection, queue.subjects, create=False)
     with pytest.raises(AccessDenied, match="lease.trainer"):
         await registry.claim("trainer")
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_everybody_may_see_who_is_there(enter: Any, role: str) -> None:
+    worker = await enter("rollout")
+    beats = await Registry.open(worker.connection, worker.subjects, create=False)
+    await beats.beat(Heartbeat("rollout", "seen", "idle", 0, 1, 1, {}, "h", 1, 0.0, 0.0))
+    queue = await enter(role)
+    registry = await Registry.open(queue.connection, queue.subjects, create=False)
+    assert "seen" in [beat.replica for beat in await registry.alive()]
 
 
 async def test_a_worker_may_drop_a_group_and_no_more(enter: Any) -> None:
