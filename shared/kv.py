@@ -1,8 +1,9 @@
 """Small values under names, with revisions and a time to live: a JetStream key-value bucket.
 
-Guarantees: `create` and `update` are compare-and-set, also over a killed broker (a repeated write is recognised by its id);
-an expired or deleted key can be created again at once. Reads go to the stream's leader, so a value just written is seen.
-The layout is NATS's own (`KV_<bucket>`, `$KV.<bucket>.<key>`), so `nats kv` reads it. tests/shared/test_kv.py.
+Guarantees: `create` and `update` are compare-and-set, also over a killed broker: a write that is repeated because its answer was
+lost is known by the id that the stored value carries (the broker looks at the revision before it looks at ids, so it refuses the
+repetition); an expired or deleted key can be created again at once. Reads go to the stream's leader, so a value just written is
+seen. The layout is NATS's own (`KV_<bucket>`, `$KV.<bucket>.<key>`), so `nats kv` reads it. tests/shared/test_kv.py.
 """
 
 from __future__ import annotations
@@ -79,6 +80,13 @@ class KV:
 
     async def get(self, key: str) -> tuple[bytes, int] | None:
         """(value, revision), or None."""
+        found = await self._stored(key)
+        if found is None or b"KV-Operation:" in found[0]:  # nothing, or a delete marker of another client
+            return None
+        return found[1], found[2]
+
+    async def _stored(self, key: str) -> tuple[bytes, bytes, int] | None:
+        """(headers, value, revision) of what lies there."""
         body = {"last_by_subj": self._subject(key)}
         try:
             reply = await self._connection.api(f"STREAM.MSG.GET.{self._stream}", body)
@@ -89,9 +97,11 @@ class KV:
                 raise BucketMissing(self.bucket) from error
             raise
         message = reply["message"]
-        if b"KV-Operation:" in base64.b64decode(message.get("hdrs", "")):
-            return None  # a delete marker of another client
-        return base64.b64decode(message.get("data", "")), int(message["seq"])
+        return (
+            base64.b64decode(message.get("hdrs", "")),
+            base64.b64decode(message.get("data", "")),
+            int(message["seq"]),
+        )
 
     async def values(self, prefix: str) -> dict[str, bytes]:
         """All values below `prefix.`, by key, in few requests however many there are. For looks (see shared/batch.py)."""
@@ -141,10 +151,19 @@ class KV:
         return sorted(subject.removeprefix(prefix) for subject in info["state"].get("subjects") or {})
 
     async def _write(self, key: str, value: bytes, ttl_s: float | None, headers: dict[str, str]) -> int:
-        headers = {"Nats-Msg-Id": uuid.uuid4().hex, **headers}
+        name = uuid.uuid4().hex
+        headers = {"Nats-Msg-Id": name, **headers}
         if ttl_s is not None:
             headers["Nats-TTL"] = f"{max(1, math.ceil(ttl_s))}s"  # the broker knows whole seconds only
-        return await self._publisher.publish(self._subject(key), value, headers, WRITE_DEADLINE_S)
+        try:
+            return await self._publisher.publish(self._subject(key), value, headers, WRITE_DEADLINE_S)
+        except PublishRefused as error:
+            if error.err_code not in WRONG_LAST_SEQUENCE:
+                raise
+            found = await self._stored(key)
+            if found is None or name.encode() not in found[0]:
+                raise
+            return found[2]  # an earlier try of this very write, whose answer was lost
 
     def close(self) -> None:
         self._publisher.close()

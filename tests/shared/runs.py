@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from shared import publisher
 from shared.config import RunConfig, parse
 from shared.jetstream import Connection
 from shared.subjects import Subjects
@@ -35,8 +39,13 @@ async def open_queue(connection: Connection, run: str, **changes: Any) -> Transf
     return queue
 
 
-async def until(condition: Callable[[], Any], what: str, deadline_s: float = 20.0) -> None:
-    """Wait for a condition; what may be sync or async."""
+def publisher_clock_runs_ahead(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Deadlines of what is being published pass, whatever the machine has done in the meantime."""
+    patch.setattr(publisher, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+
+
+async def until(condition: Callable[[], Any], what: str, deadline_s: float = 60.0) -> None:
+    """Wait for a condition, which may be sync or async. The deadline is for what never happens, not for what must be quick."""
     deadline = time.monotonic() + deadline_s
     while True:
         found = condition()
