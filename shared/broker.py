@@ -2,7 +2,8 @@
 
 Guarantees: listens on loopback only; one store is served by one server (a lock that the server itself inherits, so it also
 holds while the server outlives its parent); an unusable binary, port, store or disk is an error of its own that says what to
-do; what was stored is there after `kill` and `restart`, at the same address. tests/shared/test_broker.py.
+do; what was stored is there after `kill` and `restart`, at the same address, also if somebody had the port for a moment meanwhile
+(a client that dials a port without a listener may be given that very port to dial from). tests/shared/test_broker.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 START_DEADLINE_S = 30.0
+OWN_PORT_DEADLINE_S = 30.0
+"""How long the port that it had before is waited for."""
 STOP_DEADLINE_S = 10.0
 POLL_S = 0.02
 LEAST_FREE_BYTES = 64 << 20
@@ -102,6 +105,7 @@ class EmbeddedBroker:
         self.options = dict(options or {})
         self.tied = tied
         self.log_file = self.store / "nats-server.log"
+        self._served = False
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: int | None = None
 
@@ -126,16 +130,30 @@ class EmbeddedBroker:
         binary = find_binary()
         self._prepare_store()
         self._take_lock()
+        deadline = time.monotonic() + (OWN_PORT_DEADLINE_S if self._served else 0.0)
+        try:
+            while not self._tried(binary, deadline):
+                time.sleep(POLL_S)
+        except BaseException:
+            self.stop()
+            raise
+        self._served = True
+        return self
+
+    def _tried(self, binary: Path, deadline: float) -> bool:
+        """One try. False if somebody else has the port, and until the deadline may give it back."""
         try:
             if self.port:
                 self._check_port()
             config = self._write_config()
             self._launch(binary, config)
             self._wait_until_ready(binary)
-        except BaseException:
-            self.stop()
-            raise
-        return self
+        except PortTaken:
+            self._end(signal.SIGTERM)
+            if time.monotonic() >= deadline:
+                raise
+            return False
+        return True
 
     def kill(self) -> None:
         """SIGKILL: what a crash looks like."""

@@ -1,4 +1,8 @@
-"""Fixtures that every test may use: real brokers on free loopback ports, and names that do not meet."""
+"""Fixtures that every test may use: real brokers on free loopback ports, and names that do not meet.
+
+Hypothesis draws the same examples at every run and knows no deadline: what a commit is refused for is the commit's, neither the
+chance's nor the machine's. `pytest --hypothesis-profile=default` searches at random.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shared.broker import EmbeddedBroker
 from shared.jetstream import Connection
+
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 ROOMY = {"jetstream": {"max_file_store": 1 << 42}}
 """Streams reserve what they may grow to, and many runs of tests share a broker."""
@@ -41,7 +49,7 @@ async def connect() -> AsyncIterator[Callable[..., Awaitable[Connection]]]:
     opened: list[Connection] = []
 
     async def open_one(url: str, name: str = "test", **options: object) -> Connection:
-        connection = await Connection.open(url, name=name, **options)  # type: ignore[arg-type]
+        connection = await Connection.open(url, name=name, **{"deadline_s": 60.0, **options})  # type: ignore[arg-type]
         opened.append(connection)
         return connection
 

@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from services.controller.launchers.broker import free_port
 from shared.broker import (
     BinaryMissing,
     BrokerError,
@@ -64,11 +66,23 @@ def test_process_is_gone_after_the_block(tmp_path: Path) -> None:
 
 
 def test_given_port(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with EmbeddedBroker(tmp_path, port=port) as broker:
         assert broker.port == port
+
+
+def test_its_port_is_waited_for_if_somebody_has_it_for_a_moment(tmp_path: Path) -> None:
+    with EmbeddedBroker(tmp_path) as broker:
+        port = broker.port
+        broker.kill()
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", port))
+        release = threading.Timer(0.5, holder.close)
+        release.start()
+        broker.start()
+        release.join()
+        assert (broker.port, broker.running) == (port, True)
 
 
 def test_taken_port(tmp_path: Path) -> None:
@@ -91,7 +105,7 @@ def test_store_of_another_broker(tmp_path: Path) -> None:
 def test_store_stays_locked_while_the_server_outlives_its_parent(tmp_path: Path) -> None:
     code = (
         "import sys, time; from shared.broker import EmbeddedBroker; "
-        f"b = EmbeddedBroker({str(tmp_path)!r}).start(); print(b.pid, flush=True); time.sleep(60)"
+        f"b = EmbeddedBroker({str(tmp_path)!r}).start(); print(b.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -111,7 +125,7 @@ def test_store_stays_locked_while_the_server_outlives_its_parent(tmp_path: Path)
 def test_tied_broker_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import time; from shared.broker import EmbeddedBroker; "
-        f"b = EmbeddedBroker({str(tmp_path)!r}, tied=True).start(); print(b.pid, flush=True); time.sleep(60)"
+        f"b = EmbeddedBroker({str(tmp_path)!r}, tied=True).start(); print(b.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -123,7 +137,7 @@ def test_tied_broker_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def start_as_soon_as_free(store: Path) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             EmbeddedBroker(store).start().stop()

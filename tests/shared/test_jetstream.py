@@ -6,7 +6,6 @@ import asyncio
 import http.server
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,22 +47,19 @@ def as_user(broker: EmbeddedBroker, login: str) -> str:
 
 
 async def test_no_broker_there() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = time.monotonic()
-    with pytest.raises(BrokerUnavailable, match=rf"no broker at nats://127.0.0.1:{port} .*nats-server -js"):
-        await Connection.open(f"nats://127.0.0.1:{port}", name="test", deadline_s=0.5)
-    assert time.monotonic() - started < 3
+    with socket.socket() as nobody:  # it has the port and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        with pytest.raises(BrokerUnavailable, match=rf"no broker at nats://127.0.0.1:{port} .*nats-server -js"):
+            await asyncio.wait_for(Connection.open(f"nats://127.0.0.1:{port}", name="test", deadline_s=0.5), 60)
 
 
 async def test_broker_that_starts_late(tmp_path: Path, connect: Any) -> None:
     broker = EmbeddedBroker(tmp_path).start()
     url = broker.url
     broker.stop()
-    opening = asyncio.create_task(connect(url, deadline_s=20))
+    opening = asyncio.create_task(connect(url))
     await asyncio.sleep(0.3)
-    broker = EmbeddedBroker(tmp_path, port=int(url.rpartition(":")[2]))
     await asyncio.to_thread(broker.start)
     assert (await opening).connected
     broker.stop()
@@ -95,11 +91,10 @@ async def test_a_server_that_lets_no_message_run_out(broker: EmbeddedBroker, mon
 
 
 async def test_wrong_login_ends_at_once_and_hides_the_password(guarded: EmbeddedBroker) -> None:
-    started = time.monotonic()
     with pytest.raises(BrokerUnavailable, match=r"(?i)nats://worker:\*\*\*@.*authorization violation.*login") as error:
-        await Connection.open(as_user(guarded, "worker:wrong"), name="test", deadline_s=20)
+        opening = Connection.open(as_user(guarded, "worker:wrong"), name="test", deadline_s=3600)
+        await asyncio.wait_for(opening, 60)
     assert "wrong" not in str(error.value)
-    assert time.monotonic() - started < 10
     assert redact("nats://a:b@h:1") == "nats://a:***@h:1"
     assert redact("nats://h:1") == "nats://h:1"
 
@@ -108,12 +103,10 @@ async def test_denied_publish_names_the_subject(guarded: EmbeddedBroker, connect
     await open_queue(await connect(as_user(guarded, "admin:secret")), run_name)
     queue = TransferQueue(await connect(as_user(guarded, "worker:pw")), Subjects(run_name))
     assert await queue.publish(queue.subjects.prompts, b"may") == 1
-    started = time.monotonic()
     with pytest.raises(AccessDenied, match=rf"refuses publish on '{run_name}.receipts'.*permissions"):
-        await queue.publish(queue.subjects.receipts, b"may not", deadline_s=20)
+        await asyncio.wait_for(queue.publish(queue.subjects.receipts, b"may not", deadline_s=3600), 60)
     with pytest.raises(AccessDenied, match=r"refuses publish on '\$js.api.stream.info"):
         _ = [seq async for _, seq in queue.read("receipts")]
-    assert time.monotonic() - started < 5, "not a time-out"
 
 
 async def test_denied_pull_names_the_subject(guarded: EmbeddedBroker, connect: Any, run_name: str) -> None:
@@ -121,14 +114,14 @@ async def test_denied_pull_names_the_subject(guarded: EmbeddedBroker, connect: A
     queue = TransferQueue(await connect(as_user(guarded, "worker:pw")), Subjects(run_name))
     puller = await queue.pull("prompts", "rollout", prefetch=0)
     with pytest.raises(AccessDenied, match=rf"CONSUMER.MSG.NEXT.{run_name}_prompts.rollout"):
-        await puller.next(20)
+        await puller.next(60)
 
 
 async def test_denied_ack_names_the_subject(guarded: EmbeddedBroker, connect: Any, run_name: str) -> None:
     admin = await open_queue(await connect(as_user(guarded, "admin:secret")), run_name)
     await admin.publish(admin.subjects.prompts, b"x")
     puller = await admin.pull("prompts", "rollout", prefetch=0)
-    delivery = await puller.next(5)
+    delivery = await puller.next(60)
     assert delivery is not None
     worker = await connect(as_user(guarded, "worker:pw"))
     puller.connection, puller._channel = worker, worker.bulk
@@ -138,7 +131,7 @@ async def test_denied_ack_names_the_subject(guarded: EmbeddedBroker, connect: An
 
 async def test_denied_inbox_is_not_silence(guarded: EmbeddedBroker) -> None:
     with pytest.raises(AccessDenied, match=r"refuses subscription on '_inbox"):
-        await Connection.open(as_user(guarded, "deaf:pw"), name="test", deadline_s=20)
+        await Connection.open(as_user(guarded, "deaf:pw"), name="test", deadline_s=60)
 
 
 async def test_run_that_does_not_fit_into_the_broker(tmp_path: Path, connect: Any, run_name: str) -> None:
@@ -157,7 +150,7 @@ async def test_broker_that_runs_out_of_storage(tmp_path: Path, connect: Any, run
         )
         with pytest.raises(StorageExhausted, match=rf"no room for '{run_name}.prompts'.*Free disk"):
             for _ in range(40):
-                await queue.publish(queue.subjects.prompts, bytes(800 << 10), deadline_s=20)
+                await queue.publish(queue.subjects.prompts, bytes(800 << 10), deadline_s=60)
 
 
 async def test_too_small_config_is_refused_before_anything_is_made(
@@ -190,7 +183,7 @@ async def test_calls_wait_for_a_broker_that_restarts(own_broker: EmbeddedBroker,
     reading = asyncio.create_task(kv.get("a"))
     await asyncio.sleep(0.3)
     await asyncio.to_thread(own_broker.start)
-    assert (await asyncio.wait_for(reading, 10) or (b"", 0))[0] == b"1"
+    assert (await asyncio.wait_for(reading, 60) or (b"", 0))[0] == b"1"
     kv.close()
 
 
@@ -199,7 +192,7 @@ async def test_client_that_gave_up_is_replaced(own_broker: EmbeddedBroker, conne
     connection = await connect(own_broker.url)
     queue = await open_queue(connection, run_name)
     puller = await queue.pull("prompts", "worker", prefetch=0)
-    waiting = asyncio.create_task(puller.next(20))
+    waiting = asyncio.create_task(puller.next(60))
     for channel in (connection.bulk, connection.control):
         before, closed = channel.connections, channel.nc
         await closed.close()
@@ -221,4 +214,4 @@ async def test_closed_connection_fails_what_still_waits(
     await asyncio.sleep(0.1)
     await connection.close()
     with pytest.raises(BrokerUnavailable, match="closed by this process"):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)

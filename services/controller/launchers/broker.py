@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ from shared.sections import BrokerConfig
 
 STOP_DEADLINE_S = 10.0
 PORT_TRIES = 3
+LOWEST_PORT = 10_000
 
 
 @dataclass(slots=True, frozen=True)
@@ -147,10 +149,23 @@ def read_address(file: Path) -> Address | None:
 
 
 def free_port() -> int:
-    """A port of loopback that was free just now."""
+    """A port of loopback that was free just now, below those that the system gives to whoever dials: so it is still free when the
+    broker comes back to it."""
+    for _ in range(PORT_TRIES):
+        port = LOWEST_PORT + secrets.randbelow(_first_dialling_port() - LOWEST_PORT)
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.bind((EmbeddedBroker.host, port))
+            return port
     with closing(socket.socket()) as probe:
         probe.bind((EmbeddedBroker.host, 0))
         return int(probe.getsockname()[1])
+
+
+def _first_dialling_port() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        return max(first, LOWEST_PORT + 1)
+    return 32768
 
 
 @asynccontextmanager
