@@ -56,6 +56,7 @@ ONCE = {"Nats-Expected-Last-Subject-Sequence": "0", "Slipstream-Once": "1"}
 a KV create, for which not being the first is an error."""
 
 UNSENT, SENT, DONE = range(3)
+NO_ANSWER = "no answer"
 
 
 class Entry:
@@ -204,7 +205,9 @@ class Publisher:
             lane.room.set()
 
     def _send(self, entry: Entry) -> None:
-        entry.state, entry.sent_at, entry.seen = SENT, time.monotonic(), "no answer"
+        entry.state, entry.sent_at = SENT, time.monotonic()
+        if not entry.lane.blocked:  # a probe under way does not unsay what blocks the lane
+            entry.seen = NO_ANSWER
         entry.silent_since = entry.silent_since or entry.sent_at
         if not self.channel.send(entry.subject, entry.payload, entry.reply, entry.headers):
             entry.state, entry.seen = UNSENT, "the socket takes nothing more"
@@ -352,7 +355,7 @@ class Publisher:
         """To be sent again: its answer is overdue, or it could not be sent at first."""
         if entry.state == SENT and now - entry.sent_at > ACK_TIMEOUT_S:
             self.resent += 1
-            entry.state = UNSENT
+            entry.state, entry.seen = UNSENT, NO_ANSWER
         return entry.state == UNSENT and not entry.lane.blocked
 
     async def _check_mute(self) -> None:

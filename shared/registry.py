@@ -145,15 +145,15 @@ class Registry:
 
     async def _take_over(self, key: str, record: LeaseRecord, value: bytes, error: KeyExists) -> int:
         held = await self._kv.get(key)
-        if held is None:  # it ran out in between
-            return await self._kv.create(key, value, ttl_s=self.ttl_s)
-        holder = wire.decode(held[0], LeaseRecord)
-        if not is_dead(holder):
-            raise AlreadyActive(record.service, str(holder)) from error
         try:
-            return await self._kv.update(key, value, held[1], ttl_s=self.ttl_s)
-        except Conflict as conflict:
-            raise AlreadyActive(record.service, "another process took it over just now") from conflict
+            if held is None:  # it ran out in between
+                return await self._kv.create(key, value, ttl_s=self.ttl_s)
+            holder = wire.decode(held[0], LeaseRecord)
+            if is_dead(holder):
+                return await self._kv.update(key, value, held[1], ttl_s=self.ttl_s)
+        except (Conflict, KeyExists) as beaten:
+            raise AlreadyActive(record.service, "another process took it over just now") from beaten
+        raise AlreadyActive(record.service, str(holder)) from error
 
 
 class Lease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import time
@@ -16,8 +17,12 @@ from services.controller.broker_setup.certificates import RENEW_DAYS
 from services.controller.launchers.broker import free_port
 from shared import credentials
 from shared.broker import find_binary, serves_jetstream
+from shared.errors import ApiError, RequestTimeout
+from shared.jetstream import Connection
+from shared.kv import KV
+from shared.subjects import Subjects
 
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 120.0
 
 
 class SecureBroker:
@@ -60,6 +65,23 @@ class SecureBroker:
                 assert process.poll() is None, self.log()
                 assert time.monotonic() < deadline, self.log()
                 time.sleep(0.05)
+
+    async def formed(self, run: str) -> None:
+        """Until its nodes know each other well enough to place a stream of `run` on all of them."""
+        connection = await Connection.open(
+            self.url, name="test", options=self.options("operator"), deadline_s=START_DEADLINE_S
+        )
+        bucket, deadline = Subjects(run).config_bucket, time.monotonic() + START_DEADLINE_S
+        try:
+            while True:
+                try:
+                    (await KV.open(connection, bucket, replicas=len(self.hosts))).close()
+                    return
+                except (ApiError, RequestTimeout):
+                    assert time.monotonic() < deadline, self.log()
+                    await asyncio.sleep(0.1)
+        finally:
+            await connection.close()
 
     def kill(self, host: str) -> None:
         process = self._nodes.pop(host)

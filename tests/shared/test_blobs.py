@@ -19,7 +19,7 @@ from shared.errors import BlobCorrupt, BlobMissing, PublishTimeout
 from shared.records import BlobRef, DeadLetter
 from shared.streams import MESSAGE_LIMIT
 from shared.transfer_queue import TransferQueue
-from tests.shared.runs import open_queue, until
+from tests.shared.runs import open_queue, publisher_clock_runs_ahead, until
 
 BIG = bytes(range(256)) * (2 * PART_BYTES // 256) + b"the tail"
 
@@ -48,7 +48,7 @@ async def test_large_payload_arrives_whole_and_is_gone_after_the_ack(
     puller = await queue.pull("advantages", "trainer", prefetch=2)
     found = {}
     for _ in range(2):
-        delivery = await puller.next(5)
+        delivery = await puller.next(60)
         assert delivery is not None
         found[delivery.msg_id] = delivery.data
         await delivery.ack()
@@ -68,7 +68,7 @@ async def test_repeated_message_leaves_no_blob_behind(broker: EmbeddedBroker, co
     queue = await open_queue(await connect(broker.url), run_name)
     puller = await queue.pull("advantages", "trainer", prefetch=0)
     await queue.publish(queue.subjects.advantages, BIG, "g")
-    delivery = await puller.next(5)
+    delivery = await puller.next(60)
     assert delivery is not None
     await delivery.ack()
     await queue.publish(queue.subjects.advantages, BIG, "g")  # a worker that died before its own ack does this
@@ -129,7 +129,7 @@ async def test_damaged_blob_is_an_error_and_comes_again(
     for i in range(3):  # repaired: the next delivery goes through
         part = cut(BIG)[i]
         await queue.connection.bulk.request(queue.subjects.blob(ref.sha256, i), part, 5.0)
-    delivery = await puller.next(10)
+    delivery = await puller.next(60)
     assert delivery is not None
     assert delivery.data == BIG
 
@@ -152,10 +152,10 @@ async def test_dead_letter_of_a_large_message_is_whole(broker: EmbeddedBroker, c
     queue = await open_queue(await connect(broker.url), run_name)
     await queue.publish(queue.subjects.advantages, BIG, "g")
     puller = await queue.pull("advantages", "trainer", prefetch=0, max_deliveries=1)
-    delivery = await puller.next(5)
+    delivery = await puller.next(60)
     assert delivery is not None
     await delivery.nak()
-    waiting = asyncio.create_task(puller.next(20))
+    waiting = asyncio.create_task(puller.next(60))
     await until(lambda: queue.dead_lettered == 1, "buried")
     waiting.cancel()
     (letter,) = [wire.decode(data, DeadLetter) async for data, _ in queue.read("dead")]
@@ -163,22 +163,28 @@ async def test_dead_letter_of_a_large_message_is_whole(broker: EmbeddedBroker, c
     assert await stored(queue, "blobs") == 0
 
 
-async def test_full_blob_stream_makes_the_publisher_wait(broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+async def test_full_blob_stream_makes_the_publisher_wait(
+    broker: EmbeddedBroker, connect: Any, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = await open_queue(await connect(broker.url), run_name)
     stream = queue.subjects.stream("blobs")
     info = await queue.connection.api(f"STREAM.INFO.{stream}")
     await queue.connection.api(f"STREAM.UPDATE.{stream}", info["config"] | {"max_bytes": 3 * PART_BYTES})
     await queue.publish(queue.subjects.advantages, BIG, "g")
     other = BIG[::-1]
-    with pytest.raises(PublishTimeout, match="the stream is full"):
-        await queue.publish(queue.subjects.advantages, other, "h", deadline_s=1.0)
+    waiting = asyncio.create_task(queue.publish(queue.subjects.advantages, other, "h", deadline_s=300))
+    await until(lambda: queue.publish_refusals, "it is refused")
+    with monkeypatch.context() as patch:
+        publisher_clock_runs_ahead(patch, 300)
+        with pytest.raises(PublishTimeout, match="the stream is full"):
+            await asyncio.wait_for(waiting, 60)
     waiting = asyncio.create_task(queue.publish(queue.subjects.advantages, other, "h"))
     puller = await queue.pull("advantages", "trainer", prefetch=0)
-    first = await puller.next(5)
+    first = await puller.next(60)
     assert first is not None
     await first.ack()
-    await asyncio.wait_for(waiting, 10)
-    second = await puller.next(5)
+    await asyncio.wait_for(waiting, 60)
+    second = await puller.next(60)
     assert second is not None
     assert second.data == other
 
@@ -203,7 +209,7 @@ async def test_large_payload_over_a_killed_broker(own_broker: EmbeddedBroker, co
     puller = await queue.pull("advantages", "trainer", prefetch=2)
     found = {}
     while len(found) < len(payloads):
-        delivery = await puller.next(10)
+        delivery = await puller.next(60)
         assert delivery is not None
         found[delivery.msg_id] = delivery.data
         await delivery.ack()

@@ -36,12 +36,12 @@ async def test_what_comes_again_is_told_together(queue, monkeypatch):
     for number in range(30):
         await queue.publish(queue.subjects.prompts, group(f"0-{number}"), f"0-{number}")
     puller = await queue.pull("prompts", "rollout", prefetch=0)
-    held = [await puller.next(10) for _ in range(30)]
+    held = [await puller.next(60) for _ in range(30)]
     assert await events(queue) == []
     for delivery in held:
         await delivery.nak()
     for _ in range(30):
-        await (await puller.next(10)).ack()
+        await (await puller.next(60)).ack()
     await until(lambda: told(queue, 30), "they are told")
     telling.cancel()
     first = (await events(queue))[0]
@@ -59,7 +59,7 @@ async def test_what_is_buried_is_a_drop_with_its_reason(queue):
     await queue.publish(queue.subjects.prompts, encode(group("0-7")), "0-7")
     puller = await queue.pull("prompts", "rollout", prefetch=0, max_deliveries=2)
     for _ in range(2):
-        await (await puller.next(10)).nak()
+        await (await puller.next(60)).nak()
     assert await puller.next(1) is None
     await until(lambda: _buried(queue), "it is buried")
     dropped = next(event for event in await events(queue) if event.kind == "dropped")

@@ -48,7 +48,10 @@ def test_what_is_loopback(host: str, own: bool) -> None:
 async def test_it_answers_who_has_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(http_auth.TOKEN, "s3cret another")
     app = http_auth.guard(make_app(), "0.0.0.0", "dcs")
-    async with serving(app, listen("127.0.0.1", 0, "dcs")) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serving(app, listen("127.0.0.1", 0, "dcs")) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         missing = await client.get("/secret")
         assert (missing.status_code, missing.headers["www-authenticate"]) == (401, "Bearer")
         assert "Authorization: Bearer" in missing.json()["detail"]

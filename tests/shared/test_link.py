@@ -146,7 +146,7 @@ def test_a_socket_that_the_other_side_has_closed_takes_nothing_and_raises_nothin
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         link = Link()
         port = server.sockets[0].getsockname()[1]
-        await link.connect(urlparse(f"nats://127.0.0.1:{port}"), 0, 5)
+        await link.connect(urlparse(f"nats://127.0.0.1:{port}"), 0, 60)
         await until(lambda: not link.lives, "the other side has closed")
         assert await link.read(1) == b""
         link.publish("a", b"payload", "", None)
@@ -185,7 +185,7 @@ async def test_over_tls(tmp_path: Path, connect: Any, run_name: str) -> None:
         for attempt in range(2):
             await queue.publish(queue.subjects.prompts, payload)
             puller = await queue.pull("prompts", "worker", prefetch=0)
-            delivery = await puller.next(10)
+            delivery = await puller.next(60)
             assert delivery is not None
             assert delivery.data == payload
             await delivery.ack()

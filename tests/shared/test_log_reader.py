@@ -93,7 +93,7 @@ async def test_waiting_reader_sees_what_comes_after_a_restart(
     await asyncio.to_thread(own_broker.kill)
     await asyncio.to_thread(own_broker.start)
     await publish_numbers(queue, 3, 4)
-    assert await asyncio.wait_for(waiting, 10) == (b"3", 4)
+    assert await asyncio.wait_for(waiting, 60) == (b"3", 4)
     await reader.aclose()
 
 
@@ -137,6 +137,6 @@ async def test_log_that_forgot_its_beginning(broker: EmbeddedBroker, connect: An
 
 
 async def asyncio_timeout(reader: Any) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for item in reader:
             yield item

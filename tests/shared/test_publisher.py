@@ -28,6 +28,7 @@ class FakeBroker:
         self.url, self.max_payload, self.connected = "nats://fake", 1 << 20, True
         self.patient, self.stores, self.waits = False, True, False
         self.stored: list[str] = []
+        self.connection = 1
         self.under_way = self.most_under_way = self.most_bytes = self.sent = 0
         self._waiters: dict[str, Waiter] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -47,19 +48,21 @@ class FakeBroker:
 
     def send(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> bool:
         self.sent += 1
-        asyncio.get_running_loop().call_soon(self._process, payload, reply, (headers or {})["Nats-Msg-Id"])
+        msg_id = (headers or {})["Nats-Msg-Id"]
+        asyncio.get_running_loop().call_soon(self._process, self.connection, payload, reply, msg_id)
         return True
 
     async def request(self, subject: str, payload: bytes, deadline_s: float) -> Frame:
         return Frame("", 0, "", None, json.dumps({"streams": ["one"]}).encode())
 
     def reconnect(self) -> None:
+        self.connection += 1
         for listener in self._listeners:
             listener()
 
-    def _process(self, payload: bytes, reply: str, msg_id: str) -> None:
+    def _process(self, connection: int, payload: bytes, reply: str, msg_id: str) -> None:
         what = self.fault()
-        if what == "mute":
+        if what == "mute" or connection != self.connection:  # what was on its way over an earlier connection is gone
             return
         error = {
             "full": {"code": 503, "err_code": 10077, "description": "maximum messages exceeded"},
@@ -96,7 +99,7 @@ def publisher_on(broker: FakeBroker) -> Publisher:
     return Publisher(broker)  # type: ignore[arg-type]
 
 
-async def send(publisher: Publisher, count: int, size: int = 1, deadline_s: float = 20.0) -> list[int]:
+async def send(publisher: Publisher, count: int, size: int = 1, deadline_s: float = 60.0) -> list[int]:
     entries = []
     for i in range(count):
         entries.append(await publisher.submit("run.prompts", bytes(size), {"Nats-Msg-Id": f"{i}"}, deadline_s))
@@ -115,7 +118,7 @@ def test_whatever_goes_wrong_each_message_is_stored_once(seed: int, count: int, 
 
     async def run() -> None:
         publisher = publisher_on(broker)
-        sequences = await asyncio.wait_for(send(publisher, count), 30)
+        sequences = await asyncio.wait_for(send(publisher, count), 60)
         assert sorted(sequences) == list(range(1, count + 1))
         assert sorted(broker.stored, key=int) == [f"{i}" for i in range(count)]
         assert broker.most_under_way <= WINDOW_MESSAGES
@@ -150,7 +153,7 @@ def test_order_survives_reconnects(seed: int, count: int) -> None:
     async def run() -> None:
         module.ACK_TIMEOUT_S = 5.0
         publisher = publisher_on(broker)
-        assert await asyncio.wait_for(send(publisher, count), 30) == list(range(1, count + 1))
+        assert await asyncio.wait_for(send(publisher, count), 60) == list(range(1, count + 1))
         publisher.close()
 
     asyncio.run(run())
@@ -177,7 +180,7 @@ async def test_full_stream_is_probed_by_one_message() -> None:
     await asyncio.sleep(0.2)
     assert broker.sent - first_round <= 0.2 / 0.004 + 10
     broker.fault = lambda: "ok"
-    assert await asyncio.wait_for(sending, 5) == list(range(1, 51)), "in order, for nothing was stored in between"
+    assert await asyncio.wait_for(sending, 60) == list(range(1, 51)), "in order, for nothing was stored in between"
     publisher.close()
 
 
@@ -194,8 +197,19 @@ async def test_full_stream_is_probed_by_one_message() -> None:
 async def test_every_failure_is_an_error_that_names_the_subject(fault: str, error: type[Exception], text: str) -> None:
     publisher = publisher_on(broker := FakeBroker(lambda: fault))
     with pytest.raises(error, match=text):
-        await asyncio.wait_for(send(publisher, 3, deadline_s=0.1), 5)
+        await asyncio.wait_for(send(publisher, 3, deadline_s=0.1), 60)
     assert not broker._waiters
+    publisher.close()
+
+
+async def test_the_reason_for_waiting_is_told_also_while_a_probe_is_under_way() -> None:
+    publisher = publisher_on(broker := FakeBroker(lambda: "full"))
+    sending = asyncio.create_task(send(publisher, 1, deadline_s=0.1))
+    await until(lambda: publisher.refused_full, "it is known to be full")
+    broker.send = lambda *_: True  # type: ignore[method-assign]  # probes from here on are on their way for ever
+    module.ACK_TIMEOUT_S = 60.0
+    with pytest.raises(PublishTimeout, match=r"the stream is full: maximum messages"):
+        await asyncio.wait_for(sending, 60)
     publisher.close()
 
 
@@ -203,7 +217,7 @@ async def test_broker_that_answers_but_stores_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "MUTE_S", 0.1)
     publisher = publisher_on(FakeBroker(lambda: "mute"))
     with pytest.raises(StorageExhausted, match=r"disk is full or broken"):
-        await asyncio.wait_for(send(publisher, 3), 5)
+        await asyncio.wait_for(send(publisher, 3), 60)
     publisher.close()
 
 
@@ -217,7 +231,7 @@ async def test_a_patient_service_waits_for_a_disk_to_be_freed(monkeypatch: pytes
     assert not work.done()
     broker.fault = lambda: "ok"
     broker.reconnect()
-    await asyncio.wait_for(work, 5)
+    await asyncio.wait_for(work, 60)
     assert broker.stores
     publisher.close()
 

@@ -16,7 +16,8 @@ from shared.errors import AckTimeout, ConsumerGone, PublishTimeout, StreamMissin
 from shared.records import DeadLetter, Group, Receipt, Sampling
 from shared.subjects import Subjects
 from shared.transfer_queue import TransferQueue
-from tests.shared.runs import open_queue, until
+from tests.shared.runs import open_queue, publisher_clock_runs_ahead, until
+from tests.stalls import unless_stalled
 
 
 async def kill_and_restart(broker: EmbeddedBroker, pause_s: float = 0.2) -> None:
@@ -29,13 +30,17 @@ def a_group(group_id: str, kind: Any = "train") -> Group:
     return Group(group_id, kind, 7, 5, 3, "a prompt", None, {}, Sampling(n=2, max_new_tokens=4))
 
 
-async def drain(queue: TransferQueue, stream: str, durable: str, timeout_s: float = 1.0) -> list[bytes]:
-    """Pull and ack until nothing comes."""
+async def drain(
+    queue: TransferQueue, stream: str, durable: str, filled: asyncio.Future[Any] | None = None
+) -> list[bytes]:
+    """Pull and ack until the stream is empty and who still fills it has done so."""
     puller = await queue.pull(stream, durable, prefetch=16)
     found = []
-    while (delivery := await puller.next(timeout_s)) is not None:
-        found.append(delivery.data)
-        await delivery.ack()
+    async with asyncio.timeout(120):
+        while (filled is not None and not filled.done()) or (await queue.depths())[stream].messages:
+            if (delivery := await puller.next(0.5)) is not None:
+                found.append(delivery.data)
+                await delivery.ack()
     await puller.stop()
     return found
 
@@ -57,7 +62,7 @@ class TestPublish:
         await queue.publish(queue.subjects.prompts, b"one", "id-1")
         assert await drain(queue, "prompts", "worker") == [b"one"]
         await queue.publish(queue.subjects.prompts, b"one", "id-1")
-        assert await drain(queue, "prompts", "worker", 0.3) == []
+        assert await drain(queue, "prompts", "worker") == []
 
     async def test_many_keep_their_order(self, broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
         queue = await open_queue(await connect(broker.url), run_name)
@@ -104,31 +109,31 @@ class TestPublish:
         await asyncio.sleep(1.0)
         assert queue.publish_refusals - before < 64 + 25, "one message probes, four times a second; the window does not"
         assert not work.done()
-        found = await drain(queue, "prompts", "worker")
+        found = await drain(queue, "prompts", "worker", work)
         assert len(await work) == total
-        found += await drain(queue, "prompts", "worker", 0.3)
         assert Counter(int(data) for data in found) == Counter(range(total))
 
     async def test_full_stream_ends_in_an_error_at_the_deadline(
-        self, broker: EmbeddedBroker, connect: Any, run_name: str
+        self, broker: EmbeddedBroker, connect: Any, run_name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         queue = await open_queue(await connect(broker.url), run_name)
         stream = queue.subjects.stream("prompts")
         info = await queue.connection.api(f"STREAM.INFO.{stream}")
         await queue.connection.api(f"STREAM.UPDATE.{stream}", info["config"] | {"max_msgs": 1})
         await queue.publish(queue.subjects.prompts, b"fills it")
+        waiting = asyncio.create_task(queue.publish(queue.subjects.prompts, b"too much", deadline_s=300))
+        await until(lambda: queue.publish_refusals, "it is refused")
+        publisher_clock_runs_ahead(monkeypatch, 300)
         with pytest.raises(PublishTimeout, match=r"prompts.*the stream is full: maximum messages"):
-            await queue.publish(queue.subjects.prompts, b"too much", deadline_s=1.0)
+            await asyncio.wait_for(waiting, 60)
 
     async def test_deadline_holds_while_the_broker_is_away(
         self, own_broker: EmbeddedBroker, connect: Any, run_name: str
     ) -> None:
         queue = await open_queue(await connect(own_broker.url), run_name)
         await asyncio.to_thread(own_broker.kill)
-        started = time.monotonic()
         with pytest.raises(PublishTimeout, match="not connected"):
-            await queue.publish(queue.subjects.prompts, b"x", deadline_s=1.0)
-        assert time.monotonic() - started < 5
+            await asyncio.wait_for(queue.publish(queue.subjects.prompts, b"x", deadline_s=1.0), 60)
 
     async def test_a_patient_service_waits_out_an_outage_longer_than_its_deadlines(
         self, own_broker: EmbeddedBroker, connect: Any, run_name: str
@@ -138,20 +143,24 @@ class TestPublish:
         queue = await open_queue(connection, run_name)
         await queue.publish(queue.subjects.prompts, b"first", "first")
         puller = await queue.pull("prompts", "worker", prefetch=1)
-        held = await puller.next(10)
+        held = await puller.next(60)
         assert held is not None
         await asyncio.to_thread(own_broker.kill)
         await until(lambda: not connection.connected, "the outage is noticed")
         many = [(queue.subjects.prompts, b"later", str(number)) for number in range(100)]  # more than a window
-        work = [queue.publish_all(many, deadline_s=1.0), held.ack(deadline_s=1.0)]
+        deadline_s = 4.0  # it runs on when the broker is back
+        work = [queue.publish_all(many, deadline_s=deadline_s), held.ack(deadline_s)]
         waiting = [asyncio.ensure_future(one) for one in work]
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(deadline_s + 1.0)
         assert not any(one.done() for one in waiting)
         await asyncio.to_thread(own_broker.restart)
-        await asyncio.wait_for(asyncio.gather(*waiting), 20)
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
         assert (await queue.depths())["prompts"].messages == 100
 
-    async def test_subject_without_a_stream(self, broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
+    async def test_subject_without_a_stream(
+        self, broker: EmbeddedBroker, connect: Any, run_name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("shared.publisher.MISSING_AFTER_S", 0.5)
         queue = TransferQueue(await connect(broker.url), Subjects(run_name))
         with pytest.raises(StreamMissing, match=f"{run_name}.prompts.*not set up"):
             await queue.publish(queue.subjects.prompts, b"x")
@@ -173,7 +182,7 @@ class TestPublish:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.to_thread(own_broker.start)
-        await asyncio.wait_for(queue.publish(queue.subjects.prompts, b"after", "after"), 20)
+        await asyncio.wait_for(queue.publish(queue.subjects.prompts, b"after", "after"), 60)
         assert (await drain(queue, "prompts", "worker"))[-1] == b"after"
 
     async def test_metrics_never_wait_and_never_raise(
@@ -213,7 +222,7 @@ class TestPull:
             while len(acked) < total:
                 if len(acked) == total - 300:
                     await killed.wait()
-                delivery = await puller.next(20)
+                delivery = await puller.next(60)
                 assert delivery is not None, f"the pull went silent after {len(acked)} messages"
                 await delivery.ack()
                 acked[int(delivery.data)] += 1
@@ -233,15 +242,13 @@ class TestPull:
     ) -> None:
         queue = await open_queue(await connect(own_broker.url), run_name)
         puller = await queue.pull("prompts", "worker", prefetch=0)
-        waiting = asyncio.create_task(puller.next(30))
+        waiting = asyncio.create_task(puller.next(3600))
         await asyncio.sleep(0.2)
         await kill_and_restart(own_broker)
         await queue.publish(queue.subjects.prompts, b"after")
-        started = time.monotonic()
-        delivery = await waiting
+        delivery = await asyncio.wait_for(waiting, 60)
         assert delivery is not None
         assert delivery.data == b"after"
-        assert time.monotonic() - started < 3
 
     @pytest.mark.parametrize("attempt", range(2))
     async def test_ack_that_returned_survives_sigkill(
@@ -250,12 +257,12 @@ class TestPull:
         queue = await open_queue(await connect(own_broker.url), run_name)
         await queue.publish_all([(queue.subjects.advantages, b"%d" % i, f"{i}") for i in range(100)])
         puller = await queue.pull("advantages", "trainer", prefetch=100)
-        held = [await puller.next(5) for _ in range(100)]
+        held = [await puller.next(60) for _ in range(100)]
         await asyncio.gather(*(delivery.ack() for delivery in held[:50] if delivery))
         own_broker.kill()  # at once, in the loop's thread
         await asyncio.to_thread(own_broker.start)
         again = await queue.pull("advantages", "trainer", prefetch=100, recreate=True)
-        left = [await again.next(5) for _ in range(50)]
+        left = [await again.next(60) for _ in range(50)]
         assert sorted(int(d.data) for d in left if d) == list(range(50, 100))
         assert await again.next(0.3) is None
 
@@ -265,7 +272,7 @@ class TestPull:
         queue = await open_queue(await connect(own_broker.url), run_name)
         await queue.publish_all([(queue.subjects.prompts, b"%d" % i, f"{i}") for i in range(10)])
         puller = await queue.pull("prompts", "worker", prefetch=10, ack_wait_s=2)
-        held = [await puller.next(5) for _ in range(10)]
+        held = [await puller.next(60) for _ in range(10)]
         await kill_and_restart(own_broker)
         assert await puller.next(4) is None, "longer than the ack wait: the heartbeats go on after the restart"
         for delivery in held:
@@ -277,26 +284,33 @@ class TestPull:
     async def test_heartbeats_hold_a_message_while_a_thread_computes(
         self, broker: EmbeddedBroker, connect: Any, run_name: str
     ) -> None:
-        queue = await open_queue(await connect(broker.url), run_name)
-        other = TransferQueue(await connect(broker.url), queue.subjects)
-        await queue.publish(queue.subjects.prompts, b"x")
-        puller = await queue.pull("prompts", "worker", prefetch=0, ack_wait_s=1)
-        rival = await other.pull("prompts", "worker", prefetch=1, ack_wait_s=1)
-        delivery = await rival.next(0.5) or await puller.next(5)
-        assert delivery is not None
+        connection, ack_wait_s = await connect(broker.url), 2.0
 
         def burn() -> int:
-            until_s, n = time.monotonic() + 3.5, 0
+            until_s, n = time.monotonic() + 1.6 * ack_wait_s, 0
             while time.monotonic() < until_s:
                 n += 1
             return n
 
-        assert await asyncio.to_thread(burn) > 0
-        assert delivery.held
-        assert delivery.delivered == 1
-        assert await rival.next(0.1) is None
-        await delivery.ack()
-        assert not delivery.held
+        async def hold(number: int) -> None:
+            queue = await open_queue(await connect(broker.url), f"{run_name}-{number}")
+            other = TransferQueue(connection, queue.subjects)
+            puller = await queue.pull("prompts", "worker", prefetch=0, ack_wait_s=ack_wait_s)
+            await queue.publish(queue.subjects.prompts, b"x")
+            delivery = await puller.next(60)
+            assert delivery is not None
+            rival = await other.pull("prompts", "worker", prefetch=1, ack_wait_s=ack_wait_s)
+            assert await asyncio.to_thread(burn) > 0
+            try:
+                assert delivery.held
+                assert delivery.delivered == 1
+                assert await rival.next(0.1) is None
+            finally:
+                await delivery.ack()
+                await rival.stop()
+            assert not delivery.held
+
+        await unless_stalled(hold, connection, ack_wait_s / 3)
 
     async def test_released_message_comes_again_after_the_ack_wait(
         self, broker: EmbeddedBroker, connect: Any, run_name: str
@@ -304,11 +318,11 @@ class TestPull:
         queue = await open_queue(await connect(broker.url), run_name)
         await queue.publish(queue.subjects.prompts, b"x")
         puller = await queue.pull("prompts", "worker", prefetch=0, ack_wait_s=1)
-        first = await puller.next(5)
+        first = await puller.next(60)
         assert first is not None
         first.release()
         assert not first.held
-        second = await puller.next(5)
+        second = await puller.next(60)
         assert second is not None
         assert second.delivered == 2
 
@@ -316,16 +330,16 @@ class TestPull:
         queue = await open_queue(await connect(broker.url), run_name)
         await queue.publish(queue.subjects.prompts, b"x")
         puller = await queue.pull("prompts", "worker", prefetch=0)
-        first = await puller.next(5)
+        first = await puller.next(60)
         assert first is not None
         await first.nak()
-        second = await puller.next(2)
+        second = await puller.next(60)
         assert second is not None
-        started = time.monotonic()
+        given_back = time.monotonic()
         await second.nak(delay_s=1.0)
-        third = await puller.next(5)
+        third = await puller.next(60)
         assert third is not None
-        assert 0.8 < time.monotonic() - started < 3
+        assert time.monotonic() - given_back > 0.8
 
     async def test_without_prefetch_a_busy_worker_hoards_nothing(
         self, broker: EmbeddedBroker, connect: Any, run_name: str
@@ -333,9 +347,9 @@ class TestPull:
         queue = await open_queue(await connect(broker.url), run_name)
         await queue.publish_all([(queue.subjects.prompts, b"%d" % i, None) for i in range(10)])
         busy = await queue.pull("prompts", "worker", prefetch=0)
-        assert await busy.next(5) is not None
+        assert await busy.next(60) is not None
         idle = await queue.pull("prompts", "worker", prefetch=0)
-        rest = [await idle.next(5) for _ in range(9)]
+        rest = [await idle.next(60) for _ in range(9)]
         assert all(rest)
 
     async def test_less_prefetch_and_stop_give_back_what_lies_ready(
@@ -347,9 +361,9 @@ class TestPull:
         await until(lambda: puller.ready == 20, "all lie ready")
         other = await queue.pull("prompts", "worker", prefetch=0)
         await puller.set_prefetch(5)
-        assert [bool(await other.next(5)) for _ in range(15)] == [True] * 15
+        assert [bool(await other.next(60)) for _ in range(15)] == [True] * 15
         await puller.stop()
-        assert [bool(await other.next(5)) for _ in range(5)] == [True] * 5
+        assert [bool(await other.next(60)) for _ in range(5)] == [True] * 5
         assert await puller.next(0.1) is None
 
     async def test_recreated_consumer_redelivers_at_once_and_fences_the_old_process(
@@ -358,13 +372,13 @@ class TestPull:
         queue = await open_queue(await connect(broker.url), run_name)
         await queue.publish_all([(queue.subjects.advantages, b"%d" % i, f"{i}") for i in range(10)])
         old = await queue.pull("advantages", "trainer", prefetch=10, recreate=True)
-        held = [await old.next(5) for _ in range(10)]
+        held = [await old.next(60) for _ in range(10)]
         other = TransferQueue(await connect(broker.url), queue.subjects)
         new = await other.pull("advantages", "trainer", prefetch=10, recreate=True)
-        again = [await new.next(5) for _ in range(10)]
+        again = [await new.next(60) for _ in range(10)]
         assert [d.data for d in again if d] == [d.data for d in held if d]
         with pytest.raises(ConsumerGone, match="taken over"):
-            await old.next(5)
+            await old.next(60)
         assert held[0] is not None
         with pytest.raises(ConsumerGone):
             await held[0].ack()
@@ -376,7 +390,7 @@ class TestPull:
         queue = await open_queue(await connect(own_broker.url), run_name)
         await queue.publish(queue.subjects.prompts, b"x")
         puller = await queue.pull("prompts", "worker", prefetch=0)
-        delivery = await puller.next(5)
+        delivery = await puller.next(60)
         assert delivery is not None
         await asyncio.to_thread(own_broker.kill)
         with pytest.raises(AckTimeout, match="delivered again"):
@@ -387,8 +401,8 @@ class TestPull:
         two = await open_queue(await connect(broker.url), f"{run_name}-2")
         await one.publish(one.subjects.prompts, b"one", "same-id")
         await two.publish(two.subjects.prompts, b"two", "same-id")
-        assert await drain(one, "prompts", "worker", 0.5) == [b"one"]
-        assert await drain(two, "prompts", "worker", 0.5) == [b"two"]
+        assert await drain(one, "prompts", "worker") == [b"one"]
+        assert await drain(two, "prompts", "worker") == [b"two"]
 
     async def test_depths_and_last(self, broker: EmbeddedBroker, connect: Any, run_name: str) -> None:
         queue = await open_queue(await connect(broker.url), run_name)
@@ -399,7 +413,7 @@ class TestPull:
         assert await queue.last(queue.subjects.announced) == (b"v2", 3)
         await queue.publish_all([(queue.subjects.prompts, b"x", None) for _ in range(5)])
         puller = await queue.pull("prompts", "worker", prefetch=0)
-        assert await puller.next(5)
+        assert await puller.next(60)
         depth = (await queue.depths())["prompts"]
         assert (depth.messages, depth.pending, depth.ack_pending) == (5, 4, 1)
 
@@ -433,7 +447,7 @@ class TestDeadLetters:
         queue = await open_queue(await connect(broker.url), run_name)
         await queue.publish(queue.subjects.reward_requests, b"not a record", "eval-0-8")
         puller = await queue.pull("rewards", "scorer", prefetch=0)
-        delivery = await puller.next(5)
+        delivery = await puller.next(60)
         assert delivery is not None
         await queue.bury(delivery, "reward", "unreadable")
         receipts = [wire.decode(data, Receipt) async for data, _ in queue.read("receipts")]
