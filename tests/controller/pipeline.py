@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from services.trainer.window import Window
@@ -112,19 +112,6 @@ async def running(pipeline: Pipeline) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], Any], what: str, deadline_s: float = 20.0) -> None:
-    """Wait for `condition`, which may be a coroutine function, or fail saying `what` did not happen."""
-    end = asyncio.get_running_loop().time() + deadline_s
-    while True:
-        found = condition()
-        if asyncio.iscoroutine(found):
-            found = await found
-        if found:
-            return
-        assert asyncio.get_running_loop().time() < end, f"not within {deadline_s:.0f} s: {what}"
-        await asyncio.sleep(0.02)
 
 
 async def fold(ctx: Context) -> Ledger:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ async def enter(secure: SecureBroker) -> Any:
     async with contextlib.AsyncExitStack() as stack:
 
         async def one(role: str, run: str = RUN) -> TransferQueue:
-            connection = await Connection.open(secure.url, name=role, options=secure.options(role))
+            connection = await Connection.open(secure.url, name=role, options=secure.options(role), deadline_s=60)
             stack.push_async_callback(connection.close)
             queue = TransferQueue(connection, Subjects(run))
             stack.push_async_callback(queue.close)
@@ -108,11 +108,10 @@ async def test_each_role_publishes_its_own_subjects_only(enter: Any, role: str) 
     refused = [subject for stream in FORBIDDEN[role] for subject in everything(queue.subjects)[stream]]
     refused += [f"{RUN}.{rest}" for rest in ALSO_FORBIDDEN[role]]
     assert refused
-    began = time.monotonic()
-    for subject in refused:
-        with pytest.raises(AccessDenied, match=f"refuses publish on '{subject.lower()}'"):
-            await queue.publish(subject, b"x", deadline_s=60)
-    assert time.monotonic() - began < 30, "not one of them waited for its deadline"
+    async with asyncio.timeout(120):  # not one of them waits for its deadline
+        for subject in refused:
+            with pytest.raises(AccessDenied, match=f"refuses publish on '{subject.lower()}'"):
+                await queue.publish(subject, b"x", deadline_s=3600)
     elsewhere = Subjects("elsewhere")
     with pytest.raises((AccessDenied, ValueError)):
         await TransferQueue(queue.connection, elsewhere).publish(elsewhere.reported, b"x", deadline_s=60)
@@ -332,7 +331,7 @@ def test_credentials_that_are_none(
 
 async def test_credentials_come_by_the_environment(secure: SecureBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(credentials.CREDENTIALS, str(secure.clients / "observer"))
-    connection = await Connection.open(secure.url, name="test")
+    connection = await Connection.open(secure.url, name="test", deadline_s=60)
     await connection.close()
     monkeypatch.delenv(credentials.CREDENTIALS)
     assert credentials.options() == {}

@@ -42,7 +42,7 @@ async def test_an_exit_is_told_with_its_code_and_last_lines(tmp_path):
         tmp_path, "import os, sys; print(sys.argv[1], os.environ['OMP_NUM_THREADS']); sys.exit('no such thing')"
     )
     pid = await one.start("reward", "reward-3")
-    gone = await asyncio.wait_for(one.exits.get(), 20)
+    gone = await asyncio.wait_for(one.exits.get(), 60)
     assert (gone.replica, gone.code, gone.how, gone.pid) == ("reward-3", 1, "exit code 1", pid)
     assert sorted(gone.tail()) == ["no such thing", "reward 1"]
     assert one.children == {}
@@ -52,7 +52,7 @@ async def test_a_killed_child_is_told_by_its_signal(tmp_path):
     one = launcher(tmp_path, QUIET)
     pid = await one.start("rollout", "rollout-0")
     os.kill(pid, signal.SIGKILL)
-    gone = await asyncio.wait_for(one.exits.get(), 20)
+    gone = await asyncio.wait_for(one.exits.get(), 60)
     assert gone.how == "killed by SIGKILL"
 
 
@@ -62,7 +62,7 @@ async def test_stopping_lets_children_drain(tmp_path):
     await one.start("rollout", "rollout-1")
     for number in (0, 1):
         await says(tmp_path, f"rollout-{number}", "up")
-    assert await one.stop(20) == []
+    assert await one.stop(60) == []
     assert "drained" in await says(tmp_path, "rollout-1", "drained")
 
 
@@ -87,7 +87,7 @@ async def test_children_die_with_their_parent(tmp_path):
     """)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
-    pid = int(await asyncio.wait_for(process.stdout.readline(), 20))
+    pid = int(await asyncio.wait_for(process.stdout.readline(), 60))
     process.kill()
     await process.wait()
     await until(lambda: ended(pid), "the child is gone")

@@ -26,10 +26,11 @@ from shared.errors import Conflict
 from shared.jetstream import Connection
 from shared.records import Heartbeat, Receipt
 from shared.service import Context
-from tests.controller.pipeline import open_context, run_config, until
+from tests.controller.pipeline import open_context, run_config
+from tests.shared.runs import until
 
 Connect = Callable[..., Awaitable[Connection]]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Replicas:
@@ -132,7 +133,7 @@ class Api:
 @pytest.fixture
 def opener(broker: EmbeddedBroker, connect: Connect, tmp_path: Path, run_name: str) -> Callable[..., Any]:
     async def open_one(service: str = "controller") -> Context:
-        config = run_config(run_name, str(tmp_path), heartbeat_ttl_s=2.0, drain_timeout_s=1.0)
+        config = run_config(run_name, str(tmp_path), heartbeat_ttl_s=600.0)
         return await open_context(await connect(broker.url), config, service, "x")
 
     return open_one
@@ -229,7 +230,7 @@ async def test_cancelling_takes_newcomers_back(api: Api, replicas: Replicas):
 
 async def test_engines_elsewhere(api: Api, replicas: Replicas):
     """Unreachable, or serving another model: the worker that attends to it says so and leaves (tests/rollout)."""
-    body = {"urls": ["http://10.0.0.7:30000/", "http://10.0.0.7:30000"], "timeout_secs": 30}
+    body = {"urls": ["http://10.0.0.7:30000/", "http://10.0.0.7:30000"], "timeout_secs": 600}
     replicas.refused = "exit code 2: the engine at http://10.0.0.7:30000 serves another model"
     failed = await api.post("/rollout/engines", **body)
     assert failed["engine_urls"] == ["http://10.0.0.7:30000"]
@@ -273,7 +274,7 @@ async def test_without_a_launcher_nobody_can_start_anything_and_draining_works_a
 
 async def test_a_controller_that_was_stopped_and_woken_changes_nothing(api: Api, opener: Callable[..., Any]):
     old = Scaler(await opener())
-    one, new = await api.scaler.submit("out", "rollout", "key", target=3, timeout_s=60.0)
+    one, new = await api.scaler.submit("out", "rollout", "key", target=3, timeout_s=600.0)
     assert new
     await until(lambda: api.scaler.operations[one.id].status == "ACTIVE", "it is done", DEADLINE_S)
     coming = replace(
@@ -287,8 +288,8 @@ async def test_a_controller_that_was_stopped_and_woken_changes_nothing(api: Api,
     with pytest.raises(Conflict):
         await old.cancel(one.id)
     with pytest.raises(KeyReused):
-        await Scaler(await opener()).submit("in", "rollout", "key", target=3, timeout_s=60.0)
-    again, new = await Scaler(await opener()).submit("out", "rollout", "key", target=3, timeout_s=60.0)
+        await Scaler(await opener()).submit("in", "rollout", "key", target=3, timeout_s=600.0)
+    again, new = await Scaler(await opener()).submit("out", "rollout", "key", target=3, timeout_s=600.0)
     assert not new
     assert isinstance(again, Operation)
     assert again.status == "ACTIVE"

@@ -27,7 +27,7 @@ from shared.service import Context
 from shared.subjects import Subjects
 from shared.transfer_queue import TransferQueue
 from shared.wire import decode
-from tests.dcs.fake_engine import FakeEngine
+from tests.dcs.fake_engine import PROCESSES, FakeEngine
 from tests.shared.runs import make_config, until
 
 torch.set_num_threads(1)
@@ -55,11 +55,23 @@ class Replica:
     start: Start
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
-    async def holds(self, version: int, deadline_s: float = 20.0) -> None:
-        for task in self.tasks:
-            if task.done():
-                task.result()
-        await until(lambda: self.receiver.version >= version, f"{self.ctx.replica} holds {version}", deadline_s)
+    async def holds(self, version: int, deadline_s: float = 60.0) -> None:
+        """It serves this version or a later one, and has said so."""
+
+        def serves() -> bool:
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+            return self.receiver.version >= version
+
+        await until(serves, f"{self.ctx.replica} holds {version}", deadline_s)
+        await until(self._answered, f"{self.ctx.replica} said so", deadline_s)
+
+    async def _answered(self) -> bool:
+        found = self.ctx.queue.read("weights", subject=self.ctx.subjects.received)
+        records = [decode(data, Received) async for data, _ in found]
+        verified = [record.version for record in records if record.ok and record.replica == self.ctx.replica]
+        return max(verified, default=0) == self.receiver.version
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -72,7 +84,7 @@ class World:
     """One run on the session's broker."""
 
     def __init__(self, url: str, run: str, folder: Path, stack: contextlib.AsyncExitStack, **changes: Any) -> None:
-        dcs = {"timeout_s": 5.0, "bucket_mb": 1, "keep_deltas": 0, "shared_folder": False} | changes.pop("dcs", {})
+        dcs = {"timeout_s": 60.0, "bucket_mb": 1, "keep_deltas": 0, "shared_folder": False} | changes.pop("dcs", {})
         self.url, self.folder, self.stack = url, folder, stack
         self.config: RunConfig = make_config(run, workdir=str(folder / "work"), dcs=dcs, **changes)
         self.model_dir = folder / "model"
@@ -90,7 +102,7 @@ class World:
 
     async def context(self, service: str, replica: str) -> Context:
         subjects = Subjects(self.config.run)
-        connection = await Connection.open(self.url, name=replica)
+        connection = await Connection.open(self.url, name=replica, deadline_s=60)
         self.stack.push_async_callback(connection.close)
         queue = TransferQueue(connection, subjects)
         self.stack.push_async_callback(queue.close)
@@ -115,7 +127,7 @@ class World:
                 return True
             return False
 
-        await until(answers, "the DCS answers")
+        await until(answers, "the DCS answers", 300)
 
     async def dcs_process(self) -> asyncio.subprocess.Process:
         """As a process of its own, which may be killed."""
@@ -182,8 +194,16 @@ async def _end(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.fixture(scope="session")
+def forks() -> None:
+    """The server of forks has imported torch and answers at once from here on."""
+    first = PROCESSES.Process(target=len, args=("",))
+    first.start()
+    first.join()
+
+
 @pytest.fixture
-async def make_world(broker: EmbeddedBroker, run_name: str, tmp_path: Path) -> AsyncIterator[Any]:
+async def make_world(broker: EmbeddedBroker, run_name: str, tmp_path: Path, forks: None) -> AsyncIterator[Any]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(**changes: Any) -> World:

@@ -118,7 +118,7 @@ class FakeEngine:
         self.process.kill()
         self.process.join(10)
 
-    async def _call(self, name: str, *arguments: Any, timeout_s: float = 30.0) -> Any:
+    async def _call(self, name: str, *arguments: Any, timeout_s: float = 120.0) -> Any:
         def exchange() -> Any:
             self._calls.send((name, arguments))
             if not self._calls.poll(timeout_s):

@@ -36,7 +36,7 @@ class PublisherProcess:
     async def settled(self) -> None:
         await self._call("settled")
 
-    async def _call(self, *call: Any, deadline_s: float = 90.0) -> Any:
+    async def _call(self, *call: Any, deadline_s: float = 300.0) -> Any:
         def exchange() -> Any:
             self._calls.send(call)
             if not self._calls.poll(deadline_s):
@@ -60,7 +60,7 @@ async def _publish(url: str, config: bytes, model_dir: str, name: str, calls: Pi
 
     run = loads(config)
     subjects = Subjects(run.run)
-    connection = await Connection.open(url, name=name)
+    connection = await Connection.open(url, name=name, deadline_s=60)
     queue = TransferQueue(connection, subjects)
     kv = await KV.open(connection, subjects.config_bucket)
     registry = await Registry.open(connection, subjects, ttl_s=run.heartbeat_ttl_s)

@@ -23,11 +23,13 @@ from tests.shared.runs import until
 
 ROWS = 200_000
 """Of a version that takes several buckets of a megabyte."""
-TIMEOUT_S = 6.0
-"""dcs.timeout_s"""
-PULL_S = 15.0
+LONG_S = 300.0
+"""dcs.timeout_s where the fault tells of itself, so that nobody has to wait for it."""
+SHORT_S = 10.0
+"""dcs.timeout_s where nothing else tells of the fault."""
+PULL_S = 60.0
 """What reading the snapshot may take on a machine that does much else."""
-DEADLINE_S = TIMEOUT_S + FAILED_GRACE_S + PULL_S
+DEADLINE_S = SHORT_S + FAILED_GRACE_S + PULL_S
 
 
 @dataclass
@@ -55,11 +57,6 @@ class Broadcast:
         assert time.monotonic() - (self.struck or time.monotonic()) < DEADLINE_S
         for replica in live:
             assert await replica.engine.value() == step
-            await until(lambda replica=replica: self._answered(replica), f"{replica.ctx.replica} said so")
-
-    async def _answered(self, replica: Replica) -> bool:
-        verified = [r.version for r in await self.world.received() if r.ok and r.replica == replica.ctx.replica]
-        return max(verified) == replica.receiver.version
 
     async def told(self, kind: str, *parts: str) -> Event:
         """The event that says what happened."""
@@ -85,9 +82,9 @@ class Broadcast:
 
 
 @pytest.fixture
-async def broadcast(make_world: Any) -> Broadcast:
+async def broadcast(make_world: Any, request: pytest.FixtureRequest) -> Broadcast:
     """Stopped half-way."""
-    world: World = await make_world(dcs={"timeout_s": TIMEOUT_S})
+    world: World = await make_world(dcs={"timeout_s": getattr(request, "param", LONG_S)})
     world.dcs_child = await world.dcs_process()
     await world.dcs_answers()
     publisher = publisher_of(world, "trainer-0")
@@ -118,6 +115,7 @@ async def test_a_receiver_that_is_killed_is_left_behind(broadcast: Broadcast) ->
     await broadcast.next_one_reaches(a)
 
 
+@pytest.mark.parametrize("broadcast", [SHORT_S], indirect=True)
 async def test_a_receiver_that_is_stopped_is_left_behind_and_comes_back(broadcast: Broadcast) -> None:
     a, b = broadcast.a, broadcast.b
     broadcast.strike(b.engine.pid, signal.SIGSTOP)
@@ -142,6 +140,7 @@ async def test_a_newcomer_starts_on_the_version_that_is_being_sent(broadcast: Br
     await broadcast.told("regrouped", "rollout-c came")
 
 
+@pytest.mark.parametrize("broadcast", [SHORT_S], indirect=True)
 async def test_after_the_publisher_is_killed_the_members_pull_what_it_announced(broadcast: Broadcast) -> None:
     broadcast.publisher.kill()
     broadcast.struck = time.monotonic()
@@ -176,8 +175,12 @@ async def test_a_flipped_bit_is_refused_reported_and_sent_again(broadcast: Broad
     await broadcast.next_one_reaches(broadcast.a, broadcast.b)
 
 
-async def test_a_truncated_snapshot_is_never_served(broadcast: Broadcast) -> None:
+@pytest.mark.parametrize("broadcast", [2 * SHORT_S], indirect=True)  # the others must be through by then
+async def test_a_truncated_snapshot_is_never_served(broadcast: Broadcast, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was left behind finds it so, and waits for the next version."""
+    monkeypatch.setattr(
+        "services.rollout.weights.BACK_OFF_S", (0.2, 3600.0)
+    )  # it may take what it may on a slow machine
     world, b = broadcast.world, broadcast.b
     file = world.config.work_path / "snapshots" / f"v{broadcast.version}" / "model.safetensors"
     os.truncate(file, file.stat().st_size // 2)

@@ -135,7 +135,7 @@ async def test_a_dcs_that_is_not_there_yet_is_waited_for(make_world: object) -> 
 async def test_training_goes_on_while_the_dcs_is_away(make_world: object) -> None:
     world: World = await make_world()  # type: ignore[operator]
     publisher = await world.publisher()
-    await asyncio.wait_for(publisher.hand_over(0, weights(0.0).items(), "start"), 5.0)
+    await asyncio.wait_for(publisher.hand_over(0, weights(0.0).items(), "start"), 60.0)
     await world.start_dcs()
     assert await publisher.numbered() == 1
     await publisher.settled()
@@ -154,7 +154,7 @@ async def test_while_the_answers_come_in_the_next_weights_are_copied_but_no_more
 
     replica.engine.checksums = slow
     first = await world.publish(publisher, 1)
-    await asyncio.wait_for(publisher.hand_over(2, weights(2.0).items(), "update"), 5.0)
+    await asyncio.wait_for(publisher.hand_over(2, weights(2.0).items(), "update"), 60.0)
     third = asyncio.create_task(publisher.hand_over(3, weights(3.0).items(), "update"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(third), 0.5)

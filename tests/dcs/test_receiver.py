@@ -119,7 +119,8 @@ async def test_versions_that_were_missed_are_made_good_by_the_newest(world: Worl
         engine.close()
 
 
-async def test_a_dead_engine_ends_it(world: World) -> None:
+async def test_a_dead_engine_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.weights.JOIN_S", 2.0)
     publisher = await world.publisher()
     await world.publish(publisher, 0)
     a = await world.replica("rollout-a")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.dcs.versions import FAILED_GRACE_S
 from services.trainer.weights import WeightPublisher
 from shared.service import ServiceFailed
 from tests.dcs.conftest import Replica, World, weights
@@ -20,6 +18,8 @@ from tests.shared.runs import until
 
 BIG = 200_000
 """Rows that make several buckets of a megabyte."""
+LONG_S = 600.0
+"""dcs.timeout_s where nobody may wait for it."""
 
 
 async def two_replicas(world: World) -> tuple[WeightPublisher, Replica, Replica]:
@@ -53,31 +53,29 @@ async def test_weights_reach_every_engine_by_broadcast(world: World) -> None:
 async def test_training_goes_on_while_members_are_slow(world: World) -> None:
     publisher, a, _ = await two_replicas(world)
     a.engine.hold.clear()
-    started = time.monotonic()
     tensors = weights(1.0)
-    version = await world.publish(publisher, 1, tensors)
+    version = await asyncio.wait_for(world.publish(publisher, 1, tensors), 60)
     for tensor in tensors.values():
         tensor.zero_()  # the copy is what is sent
-    assert time.monotonic() - started < 2.0
     assert a.receiver.version < version
     a.engine.hold.set()
+    await a.holds(version)
     await publisher.settled()
     assert await a.engine.value() == 1.0
 
 
 async def test_an_engine_killed_in_the_broadcast_does_not_hold_up_the_others(make_world: object) -> None:
-    world: World = await make_world(dcs={"timeout_s": 40.0})  # type: ignore[operator]
+    world: World = await make_world(dcs={"timeout_s": LONG_S})  # type: ignore[operator]
     await world.start_dcs()
     publisher, a, b = await two_replicas(world)
     b.engine.hold.clear()
     version = await world.publish(publisher, 1, weights(1.0, BIG))
     await until(lambda: "begin" in a.engine.log and "begin" in b.engine.log, "the broadcast runs")
-    started = time.monotonic()
     os.kill(b.engine.pid, signal.SIGKILL)
     b.engine.hold.set()
-    await publisher.settled()
-    await a.holds(version)
-    assert time.monotonic() - started < FAILED_GRACE_S + 20
+    async with asyncio.timeout(LONG_S / 2):
+        await publisher.settled()
+        await a.holds(version)
     assert await a.engine.value() == 1.0
     assert [(r.how, r.ok) for r in await world.received(version) if r.replica == "rollout-a"] == [
         ("broadcast", False),
@@ -93,15 +91,14 @@ async def test_an_engine_that_is_dead_before_the_group_meets_costs_the_others_li
     make_world: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.trainer.weights.JOIN_S", 2.0)
-    world: World = await make_world(dcs={"timeout_s": 30.0})  # type: ignore[operator]
+    world: World = await make_world(dcs={"timeout_s": LONG_S})  # type: ignore[operator]
     await world.start_dcs()
     publisher, a, b = await two_replicas(world)
     b.engine.process.kill()
-    started = time.monotonic()
-    version = await world.publish(publisher, 1)
-    await publisher.settled()
-    await a.holds(version)
-    assert time.monotonic() - started < 20.0
+    async with asyncio.timeout(LONG_S / 2):
+        version = await world.publish(publisher, 1)
+        await publisher.settled()
+        await a.holds(version)
     assert [member["replica"] for member in await world.dcs.members()] == ["rollout-a"]
 
 
@@ -209,7 +206,7 @@ async def test_wait_step_tells_of_served_weights_only(world: World) -> None:
     publisher, a, _ = await two_replicas(world)
     assert await a.receiver.wait_step(0, 0.1)
     assert not await a.receiver.wait_step(1, 0.1)
-    waiting = asyncio.create_task(a.receiver.wait_step(1, 20.0))
+    waiting = asyncio.create_task(a.receiver.wait_step(1, 60.0))
     await world.publish(publisher, 1)
     assert await waiting
     assert await a.engine.value() == 1.0
