@@ -15,6 +15,13 @@ def ended(pid: int) -> bool:
         return True
 
 
+def is_broker(pid: int) -> bool:
+    """A nats-server, and no other process that has its number by now."""
+    with suppress(psutil.Error):
+        return "nats-server" in psutil.Process(pid).name()
+    return False
+
+
 def words(process: psutil.Process) -> list[str]:
     """Its command line; empty when it has ended."""
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -15,20 +15,18 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from services.controller.attach import Run, attach
 from services.controller.launchers.broker import read_address
 from services.dcs import snapshots
 from shared import wire
 from shared.records import Event, Receipt
-from tests.processes import children, replicas
+from tests.processes import children, is_broker, replicas
 from tests.shared.runs import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
 ROOT = EXAMPLE.parents[2]
 INSIDE_FOLDER = Path(__file__).with_name("inside")
-DEADLINE_S = 300.0
+DEADLINE_S = 900.0
 INSIDE = {"engine": "rollout-0", "scorer": "reward-0"}
 """Processes that services start themselves, and whose child to look for."""
 
@@ -57,8 +55,9 @@ class System:
             self.up.send_signal(signal.SIGKILL)
             await self.up.wait()
         address = read_address(self.workdir / "broker.json")
-        if address is not None and _is_broker(address.pid):
-            os.kill(address.pid, signal.SIGKILL)
+        if address is not None and is_broker(address.pid):
+            with suppress(ProcessLookupError):
+                os.kill(address.pid, signal.SIGKILL)
 
     async def start(self) -> None:
         """The command, for the first time or again."""
@@ -87,7 +86,7 @@ class System:
         """What `slipstream events` lists of the run, also of a finished one."""
         sets = [part for value in self.sets for part in ("--set", value)]
         process = await self.cli("events", str(EXAMPLE), *sets, "--json", *options, stdout=PIPE)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             output, _ = await process.communicate()
         assert process.returncode == 0
         return [json.loads(line) for line in output.splitlines()]
@@ -174,7 +173,7 @@ class System:
             return self.up.pid if self.running and self.up is not None else None
         if part == "broker":
             address = read_address(self.workdir / "broker.json")
-            return address.pid if address is not None and _is_broker(address.pid) else None
+            return address.pid if address is not None and is_broker(address.pid) else None
         if not self.running or self.up is None:
             return None
         pid = replicas(self.up.pid).get(INSIDE.get(part, part))
@@ -194,9 +193,3 @@ class System:
             assert time.monotonic() - began < DEADLINE_S, f"no process plays {part}"
             await asyncio.sleep(0.02)
         return None
-
-
-def _is_broker(pid: int) -> bool:
-    with suppress(psutil.Error):
-        return "nats-server" in psutil.Process(pid).name()
-    return False

@@ -82,7 +82,7 @@ def test_help_teaches_and_loads_nothing_heavy():
     assert code_of_exit == 0
     assert "slipstream up run.yaml" in text
     code = "import services.controller.cli, sys; print([m for m in ('torch', 'numpy', 'nats', 'pydantic') if m in sys.modules])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert loaded.stdout.strip() == "[]"
 
 
@@ -195,8 +195,7 @@ def test_no_broker(monkeypatch):
     assert "no broker at nats://127.0.0.1:" in errors
 
 
-async def test_a_broker_without_jetstream(tmp_path, monkeypatch):
-    monkeypatch.setattr("services.controller.attach.CONNECT_DEADLINE_S", 5)
+async def test_a_broker_without_jetstream(tmp_path):
     log = tmp_path / "log"
     plain = subprocess.Popen([str(find_binary()), "-a", "127.0.0.1", "-p", "-1", "-l", str(log)])  # noqa: ASYNC220
     try:
@@ -214,10 +213,10 @@ async def test_a_broker_without_jetstream(tmp_path, monkeypatch):
             "--nats",
             f"nats://127.0.0.1:{port}",
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # noqa: ASYNC221
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)  # noqa: ASYNC221
     finally:
         plain.terminate()
-        plain.wait(10)
+        plain.wait(60)
     assert done.returncode == 3
     assert "has no JetStream" in done.stderr
     assert "nats-server -js" in done.stderr
@@ -272,7 +271,7 @@ async def test_a_command_that_is_ended_leaves_no_broker(folder):
     command = [sys.executable, "-m", "services.controller.cli", "watch", path]
     process = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parents[2])
     broker = PrivateBroker(folder / "work", BrokerConfig())
-    await until(broker.found, "the command serves the store")
+    await until(broker.found, "the command serves the store", 300)
     process.terminate()
-    assert await asyncio.wait_for(process.wait(), 30) == 130
+    assert await asyncio.wait_for(process.wait(), 300) == 130
     assert not broker.running

@@ -19,6 +19,7 @@ from tests.shared.runs import until
 from tests.shared.secure import SecureBroker
 
 RUN = "secured"
+DEADLINE_S = 900.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sort_letters" / "run.yaml"
 SHORT = [
     f"run={RUN}",
@@ -38,7 +39,7 @@ def environment(secure: SecureBroker, role: str) -> dict[str, str]:
 
 def slipstream(secure: SecureBroker, role: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.controller.cli", *arguments]
-    settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": DEADLINE_S, "check": False}
     return subprocess.run(command, env=environment(secure, role), **settings)
 
 
@@ -71,6 +72,7 @@ def test_a_run_at_a_guarded_broker(tmp_path: Path) -> None:
 async def test_a_run_at_a_cluster_that_loses_the_receipts_leader(tmp_path: Path) -> None:
     """Three nodes hold all streams; the one that leads the receipts is killed in mid-run, with its disk as good as lost."""
     with SecureBroker(tmp_path, [RUN], nodes=3) as secure:
+        await secure.formed(RUN)
         command = [sys.executable, "-m", "services.controller.cli", *up(tmp_path, "broker.replicas=3", "steps=8")]
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -89,13 +91,13 @@ async def test_a_run_at_a_cluster_that_loses_the_receipts_leader(tmp_path: Path)
                     return await queue.last_seq("receipts") >= 10
                 return False
 
-            await until(under_way, "groups are issued", 120)
+            await until(under_way, "groups are issued", DEADLINE_S)
             info = await connection.api(f"STREAM.INFO.{queue.subjects.stream('receipts')}")
             assert len(info["cluster"]["replicas"]) == 2
             await asyncio.to_thread(secure.kill, info["cluster"]["leader"])
         finally:
             await connection.close()
-        output = (await asyncio.wait_for(told, 300))[0].decode()
+        output = (await asyncio.wait_for(told, DEADLINE_S))[0].decode()
         assert process.returncode == 0, f"{output}\n{logs(tmp_path)}\n{secure.log()[-5000:]}"
         audit = slipstream(secure, "observer", "audit", "--json", "--run", RUN)
         assert json.loads(audit.stdout)["ok"], audit.stdout

@@ -9,7 +9,7 @@ from services.controller.attach import Run
 from shared import wire
 from shared.metric_names import find
 from shared.records import Event, Metric
-from tests.e2e.test_run import DEADLINE_S, GROUPS, Example, example, kill, until_trained  # noqa: F401 - a fixture
+from tests.e2e.test_run import DEADLINE_S, GROUPS, Example, example, kill, left_by, until_trained  # noqa: F401 - a fixture
 from tests.shared.runs import until
 
 SHORT = ("trainer.warm_start.steps=40", "eval.prompts=null", "trainer.checkpoint.every=4")
@@ -42,13 +42,13 @@ async def test_a_teacher_and_a_reference_are_killed_and_no_group_is_lost(example
         for number, replica in enumerate(("teacher-0", "reference-0"), start=1):
             await until_trained(run, 4 * number * GROUPS)
             await kill(run, replica)
-        await until_trained(run, 14 * GROUPS)
+        report = await finished(example, up)
+    async with left_by(example) as run:
         for service in ("teacher", "reference"):
             assert [event.kind for event in await events(run, service)].count("joined") == 2
         taken = [event.detail["step"] for event in await events(run, "reference") if event.kind == "reference"]
         assert taken, "the reference was never refreshed"
         assert all(step % 5 == 0 for step in taken)
-    report = await finished(example, up)
     assert report["dropped"] == {}
     assert report["trained"] == 16 * GROUPS
     assert report["cpu_seconds"]["teacher"] > 0
@@ -65,9 +65,9 @@ async def test_ppo_goes_on_with_its_critic_after_the_trainer_was_killed(example:
     async with example.attached() as run:
         await until_trained(run, 6 * GROUPS)
         await kill(run, "trainer-0")
-        await until_trained(run, 11 * GROUPS)
+        report = await finished(example, up)
+    async with left_by(example) as run:
         metrics = [wire.decode(data, Metric) async for data, _ in run.queue.read("metrics")]
-    report = await finished(example, up)
     assert report["trained"] == 12 * GROUPS
     assert report["rollbacks"] == 1
     assert report["dropped"].keys() <= {"stale"}, "what the rollback made too old was drawn anew"

@@ -13,17 +13,18 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
 from services.controller.attach import attach
 from services.controller.launchers.broker import read_address
+from shared.records import Event
 from shared.wanted import Wanted, change
-from tests.processes import ended, replicas
+from shared.wire import decode
+from tests.processes import ended, is_broker, replicas
 from tests.shared.runs import until
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 RUN = {
     "run": "fake",
     "steps": 4,
@@ -33,9 +34,11 @@ RUN = {
     "model": {"path": "model"},
     "prompts": {"source": "task.prompts"},
     "reward": {"functions": [{"path": "task.reward"}]},
-    "drain_timeout_s": 5,
-    "heartbeat_ttl_s": 5,
+    "drain_timeout_s": 60,
+    "heartbeat_ttl_s": 60,
 }
+HASTY = "heartbeat_ttl_s=3"
+"""Where silence is to be found. On a machine that stands still for as long others may be taken for hung as well: no harm."""
 
 
 class Up:
@@ -96,7 +99,7 @@ class Up:
             self.process.kill()
             await self.process.wait()
         address = read_address(self.workdir / "broker.json")
-        if address is not None:
+        if address is not None and is_broker(address.pid):
             with suppress(ProcessLookupError):
                 os.kill(address.pid, signal.SIGKILL)
 
@@ -129,7 +132,7 @@ async def test_a_run_from_start_to_report_and_again(run):
     assert set(report["cpu_seconds"]) == {"controller", "dcs", "reward", "rollout", "trainer"}
     assert report["trainer_busy_share"] == 1.0
     assert "drained" in (run.workdir / "logs/rollout-0.log").read_text()
-    assert not psutil.pid_exists(read_address(run.workdir / "broker.json").pid)
+    assert ended(read_address(run.workdir / "broker.json").pid)
 
     await run.start()
     assert await run.ends() == 0
@@ -206,15 +209,19 @@ async def test_a_killed_service_comes_back_and_nobody_else_is_touched(run):
 
 
 async def test_a_hung_service_is_found_by_its_silence_and_replaced(run):
-    await run.start("steps=4000", "heartbeat_ttl_s=3", step_s=0.1)
+    await run.start("steps=4000", HASTY, step_s=0.1)
     await run.says("step 1/4000")
-    os.kill(run.replicas()["controller-0"], signal.SIGSTOP)
+    await until(lambda: "controller-0" in run.replicas(), "it is there", DEADLINE_S)
+    stopped = run.replicas()["controller-0"]
+    os.kill(stopped, signal.SIGSTOP)
+    await until(lambda: run.replicas().get("controller-0", stopped) != stopped, "another one is there", DEADLINE_S)
     await run.says("controller-0 is back after")
     assert "controller-0 died (hung: its process lived without a heartbeat for" in run.text
     run.signal(signal.SIGTERM)
     assert await run.ends() == 130
-    kinds = [event["kind"] for event in await by_up(run, "controller")]
-    assert kinds == ["hung", "exit", "restart", "back"]
+    told = await by_up(run, "controller")
+    assert [event["kind"] for event in told if event["detail"].get("pid") == stopped] == ["hung", "exit"]
+    assert {"restart", "back"} <= {event["kind"] for event in told}
 
 
 async def test_a_service_that_cannot_come_up_says_so_once(run):
@@ -242,15 +249,17 @@ async def test_who_is_asked_to_stop_is_not_started_again(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-async def test_a_broker_that_fails_is_started_again_and_the_run_finishes(run, number):
-    await run.start("steps=12", "heartbeat_ttl_s=3", step_s=0.2)
-    await run.says("step 2/12")
+async def test_a_broker_that_fails_is_started_again_and_the_run_goes_on(run, number):
+    await run.start("steps=4000", *([HASTY] if number == signal.SIGSTOP else []), step_s=0.1)
+    await run.says("step 2/4000")
     os.kill(read_address(run.workdir / "broker.json").pid, number)
-    assert await run.ends() == 0, run.text
-    how = "died" if number == signal.SIGKILL else "lived without a word for"
-    assert f"the broker {how}" in run.text
-    assert "started again on its store" in run.text
-    assert run.report()["trained"] == 24
+    await run.says("the broker died" if number == signal.SIGKILL else "the broker lived without a word for")
+    await run.says("started again on its store")
+    told = run.text.count("\nstep ")
+    await until(lambda: run.text.count("\nstep ") > told + 2, "updates go on", DEADLINE_S)
+    run.signal(signal.SIGINT)
+    assert await run.ends() == 130
+    assert (run.report()["balanced"], run.report()["faults"]) == (True, [])
 
 
 async def test_when_up_is_killed_its_services_die_and_the_same_command_goes_on(run):
@@ -259,7 +268,7 @@ async def test_when_up_is_killed_its_services_die_and_the_same_command_goes_on(r
     services = list(run.replicas().values())
     run.signal(signal.SIGKILL)
     await run.ends()
-    await until(lambda: all(map(ended, services)), "the services are gone")
+    await until(lambda: all(map(ended, services)), "the services are gone", DEADLINE_S)
     await run.start("steps=6")
     assert await run.ends() == 0, run.text
     assert "going on with" in run.text
@@ -308,10 +317,15 @@ async def test_replicas_that_are_wanted_come_and_those_that_are_not_leave(run):
         await until(there, "the launcher tells of itself", DEADLINE_S)
         await change(handle.kv, less)
         await until(lambda: beats(), "both have left, also the one that the run began with", DEADLINE_S)
-    await until(lambda: not {"rollout-0", "rollout-1"} & run.replicas().keys(), "their processes are gone", DEADLINE_S)
-    events = await by_up(run, "rollout")
-    messages = [event["message"] for event in events if event["kind"] == "exit"]
-    assert len(messages) == 2
-    assert all("left" in message for message in messages), messages
+        messages: dict[str, str] = {}
+
+        async def exits_are_told() -> bool:
+            events = [decode(data, Event) async for data, _ in handle.queue.read("events")]
+            messages.update({event.replica: event.message for event in events if event.kind == "exit"})
+            return messages.keys() >= {"rollout-0", "rollout-1"}
+
+        await until(exits_are_told, "their processes are gone", DEADLINE_S)
+    assert not {"rollout-0", "rollout-1"} & run.replicas().keys()
+    assert all("left" in message for message in messages.values()), messages
     run.signal(signal.SIGINT)
     assert await run.ends() == 130
