@@ -13,8 +13,8 @@ import pytest
 
 from shared import wanted
 from shared.records import Heartbeat
-from tests.controller.pipeline import until
 from tests.controller.test_scaling import DEADLINE_S, Api, Replicas, api, opener, replicas  # noqa: F401
+from tests.shared.runs import until
 
 STATES = {"": "CREATING", "starting": "HEALTH_CHECKING", "fetching weights": "WEIGHT_SYNCING"}
 
@@ -39,8 +39,12 @@ class Still:
         for beat in self.beats:
             await registry.beat(beat)
 
-    def over(self) -> None:
+    async def over(self) -> None:
+        """Who was only shown is gone."""
         self._patch.undo()
+        for beat in self.beats:
+            if beat.service == "rollout" and beat.replica not in self.replicas.started:
+                await self.replicas.ctx.registry.leave(beat.service, beat.replica)
 
 
 async def again(api: Api) -> None:  # noqa: F811
@@ -86,7 +90,7 @@ async def test_out_is_cancelled_when_it_is_ready(
     await api.reaches(path, "READY")
     assert (await api.post(f"{path}/cancel", 200))["status"] == "REMOVING"
     await again(api)
-    still.over()
+    await still.over()
     await taken_back(api, replicas, path)
 
 
@@ -146,11 +150,11 @@ async def test_a_newcomer_that_stays_under_older_weights_fails(
 ):
     still = Still(replicas, monkeypatch)
     replicas.up = ""
-    body: dict[str, Any] = {"num_replicas": 3, "timeout_secs": 3}
+    body: dict[str, Any] = {"num_replicas": 3, "timeout_secs": 8}
     path = f"/rollout/scale_out/{(await api.post('/rollout/scale_out', **body))['request_id']}"
     await api.reaches(path, "CREATING")
     await still.show("rollout-2", "idle", replicas.version - 1)
     await api.reaches(path, "REMOVING")
-    still.over()
+    await still.over()
     told = await api.reaches(path, "FAILED")
     assert "holds version 2 of the weights, 3 is needed" in told["failed_engines"]["rollout-2"]

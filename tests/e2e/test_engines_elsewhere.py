@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
-import socket
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import httpx
 from safetensors.torch import load_file, save_file
 
 from services.controller.attach import Run
+from services.controller.launchers.broker import free_port
 from shared import wire
 from shared.records import Event, Receipt
 from tests.e2e.test_run import DEADLINE_S, EXAMPLE, GROUPS, Example, example, until_trained  # noqa: F401
@@ -63,7 +62,7 @@ class Engine:
 
     async def healthy(self) -> bool:
         try:
-            async with httpx.AsyncClient(timeout=5) as client:
+            async with httpx.AsyncClient(timeout=60) as client:
                 return (await client.get(f"{self.url}/health")).status_code == 200
         except httpx.HTTPError:
             return False
@@ -72,17 +71,6 @@ class Engine:
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
         await self.process.wait()
-
-
-def free_port() -> int:
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with closing(socket.socket()) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def shallower(model: Path, folder: Path) -> Path:
@@ -104,7 +92,7 @@ def shallower(model: Path, folder: Path) -> Path:
 async def ask(run: Run, path: str, **body: Any) -> dict[str, Any]:
     """The controller's answer: POST with a body, GET without."""
     (beat,) = await run.registry.alive("controller")
-    async with httpx.AsyncClient(base_url=beat.detail["url"], timeout=30) as client:
+    async with httpx.AsyncClient(base_url=beat.detail["url"], timeout=60) as client:
         answer = await client.post(path, json=body) if body else await client.get(path)
     assert answer.status_code < 300, answer.text
     return answer.json()
