@@ -1,6 +1,8 @@
 """A run under SIGKILLs: a seeded schedule over all services, what they start, and the broker, while the example trains.
 
-It must finish, its books must balance, no group may be lost or trained twice, and the reward must be what it is without kills.
+It must finish, its books must balance, no group may be lost or trained twice, and the reward must be no worse than without kills.
+The run has no end of its own while it is harmed: however fast the machine, the schedule is played whole; then it is stopped, and
+started again for its last steps.
 `KILLS` and `SEED` in the environment make it longer or different (`make chaos KILLS=200 SEED=3`).
 """
 
@@ -21,14 +23,16 @@ from shared.ledger import Ledger
 from shared.records import Receipt
 from tests.chaos.schedule import PARTS, strikes
 from tests.chaos.system import System
+from tests.shared.runs import until
 
 KILLS = int(os.environ.get("KILLS", "20"))
 SEED = int(os.environ.get("SEED", "0"))
 GROUPS = 16
 STEPS = 20 + 3 * KILLS
-"""About two updates are done between two kills on a fast machine: the run must outlast the schedule."""
-DEADLINE_S = 300.0 + 20.0 * KILLS
-PATIENCE_S = 120.0
+"""Of the run that nobody harms, and at least of the other one."""
+FOR_EVER, LAST = "steps=20000", 3  # the ledger of a million would not fit into the broker
+DEADLINE_S = 600.0 + 40.0 * KILLS
+PATIENCE_S = 600.0
 """How long a run may take to train one more group, whatever was done to it."""
 TOLERANCE = 0.12
 """Of the mean reward of the last steps, between runs of different samples: about four times what undisturbed runs show."""
@@ -36,7 +40,13 @@ TOLERANCE = 0.12
 
 @pytest.fixture(scope="module")
 def settings() -> list[str]:
-    return [f"steps={STEPS}", "eval.prompts=null", "trainer.checkpoint.every=5", f"seed={SEED}"]
+    return [
+        f"steps={STEPS}",
+        "eval.prompts=null",
+        "trainer.checkpoint.every=5",
+        f"seed={SEED}",
+        "trainer.optimizer.schedule=constant",  # the same for any number of steps
+    ]
 
 
 async def test_schedules_are_reproducible_and_hit_everything():
@@ -50,22 +60,25 @@ async def test_a_run_under_kills_ends_as_one_without(tmp_path: Path, settings: l
         warm = await calm.first_weights(tmp_path / "warm")
         undisturbed = await calm.ends(DEADLINE_S)
     start = (f"model.path={warm}", "model.build=null", "trainer.warm_start=null")
-    async with System(tmp_path / "chaos", *settings, *start) as system:
+    async with System(tmp_path / "chaos", *settings, *start, FOR_EVER) as system:
         struck = await harm(system)
+        steps = (await system.stops())["steps"] + LAST
+        system.sets.append(f"steps={steps}")
+        await system.start()
         report = await system.ends(DEADLINE_S)
         story = await system.events()
     with capsys.disabled():
         print(f"\n{summary(struck, report, undisturbed, story)}")
-    assert sum(struck.values()) == KILLS, f"the run ended before the schedule did: {struck}"
+    assert sum(struck.values()) == KILLS, f"the run ended by itself: {struck}"
     if len(PARTS) <= KILLS:
         assert set(struck) == set(PARTS)
     assert report["balanced"], report["faults"]
     assert report["faults"] == []
-    assert report["trained"] == STEPS * GROUPS
+    assert report["trained"] == steps * GROUPS >= STEPS * GROUPS
     assert report["pending"] == 0, "a group was lost"
     assert set(report["dropped"]) <= {"stale"}, "a kill made a group unusable"
     assert report["staleness_max"] <= report["staleness_bound"]
-    assert abs(report["reward_last"] - undisturbed["reward_last"]) < TOLERANCE
+    assert report["reward_last"] > undisturbed["reward_last"] - TOLERANCE
     assert_told(struck, story)
 
 
@@ -82,6 +95,9 @@ async def harm(system: System) -> Counter[str]:
             if await system.kill(strike.part) is None:
                 break
             struck[strike.part] += 1
+        await until(lambda: all(map(system.pid, PARTS)), "all are there again", PATIENCE_S)
+        while system.running and progress.ledger.trained < STEPS * GROUPS:
+            await progress.moves(PATIENCE_S)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
     return struck
@@ -112,7 +128,7 @@ def assert_told(struck: Counter[str], story: list[dict[str, Any]]) -> None:
     kinds = Counter((event["replica"], event["kind"]) for event in by_up)
     for part, times in struck.items():
         if part == "broker":
-            assert kinds["up", "broker"] == times
+            assert kinds["up", "broker"] >= times
         elif part.endswith(("-0", "-1")):
             assert kinds[part, "exit"] >= times
             assert kinds[part, "restart"] == kinds[part, "exit"]
