@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,10 @@ ROOT = str(Path(__file__).parents[2])
 Connect = Callable[..., Awaitable[Connection]]
 
 
-def run_config(run: str, functions: list[dict[str, Any]], **reward: Any) -> RunConfig:
+def run_config(run: str, functions: list[dict[str, Any]], redeliver_after_s: float, **reward: Any) -> RunConfig:
     data: dict[str, Any] = {"run": run, "steps": 9, "groups_per_step": 50, "samples_per_group": 2, "base": ROOT}
     data |= {"model": {"path": "m"}, "prompts": {"source": "a.b"}, "drain_timeout_s": 1.0}
+    data |= {"redeliver_after_s": redeliver_after_s}
     return parse(data | {"reward": {"functions": functions, "timeout_s": 60.0} | reward}, "test")
 
 
@@ -108,8 +108,8 @@ async def serving(ctx: Context) -> AsyncIterator[None]:
 
 @pytest.fixture
 def bench(broker: EmbeddedBroker, connect: Connect, run_name: str) -> Callable[..., Awaitable[Bench]]:
-    async def open_one(entries: list[dict[str, Any]], **reward: Any) -> Bench:
-        config = run_config(run_name, entries, **reward)
+    async def open_one(entries: list[dict[str, Any]], redeliver_after_s: float = 60.0, **reward: Any) -> Bench:
+        config = run_config(run_name, entries, redeliver_after_s, **reward)
         return Bench(await open_context(await connect(broker.url), config, "reward", "w0"))
 
     return open_one
@@ -221,13 +221,11 @@ async def test_told_to_stop_it_gives_back_what_it_cannot_finish(bench: Callable[
 
 
 async def test_sigkill_in_mid_stream_loses_nothing(
-    broker: EmbeddedBroker,
-    bench: Callable[..., Awaitable[Bench]],
-    run_name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    broker: EmbeddedBroker, bench: Callable[..., Awaitable[Bench]], run_name: str
 ) -> None:
     """Two lives that end in the middle, and a third: each group has one outcome, and comes once."""
-    one = await bench(functions("pid", "right"), filters=["zero_variance"], workers=2, max_deliveries=20)
+    scored = functions("pid", "right")
+    one = await bench(scored, redeliver_after_s=1.0, filters=["zero_variance"], workers=2, max_deliveries=20)
     await one.ctx.kv.put("state", b"running")
     command = [sys.executable, "-m", "services.controller.cli", "serve", "reward", "--nats", broker.url]
     groups = [group(i, "a", "b" if i % 3 else "a") for i in range(150)]
@@ -244,8 +242,6 @@ async def test_sigkill_in_mid_stream_loses_nothing(
         finally:
             process.send_signal(signal.SIGKILL)
             await process.wait()
-    pull = partial(one.ctx.queue.pull, ack_wait_s=1.0)  # what the dead held comes again after 1 s instead of 30
-    monkeypatch.setattr(one.ctx.queue, "pull", pull)
     async with serving(one.ctx):
         found = await asyncio.wait_for(outcome, 120)
         receipts = await one.receipts(50)

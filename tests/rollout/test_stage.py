@@ -35,6 +35,7 @@ COMPLETIONS = [[8, 9, 10], [], [11]]
 def run_config(run: str, base: Path, **changes: Any) -> RunConfig:
     data: dict[str, Any] = {"run": run, "steps": 9, "groups_per_step": 4, "samples_per_group": 3, "base": str(base)}
     data |= {"model": {"path": "policy"}, "prompts": {"source": "a.b"}, "drain_timeout_s": 2.0, "workdir": str(base)}
+    data |= {"redeliver_after_s": 60.0}
     data |= {
         "reward": {"functions": [{"path": "a.b"}]},
         "rollout": {"max_deliveries": 2, "light": {"max_total_tokens": 4096}},
