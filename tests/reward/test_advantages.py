@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.advantages import group_advantages, shaped_rewards
@@ -57,6 +57,7 @@ def test_groups_that_teach_nothing_give_exact_zeros(rewards, scale):
         assert (advantages == 0).all(), "a group of one, or of equal scores, has nothing to compare"
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-10, 10) | st.just(float("nan")), min_size=2, max_size=9), st.randoms())
 def test_order_does_not_matter_and_a_missing_score_gets_nothing(rewards, random):
     order = list(range(len(rewards)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.engines.light.kv_cache import ROW_UNIT, KVCache, plan, row_length
@@ -13,6 +13,7 @@ from services.rollout.engines.light.prefill import chunks
 CONFIG = ModelConfig("Qwen3ForCausalLM", 2, 8, 8, 2, 1, 4, 10, 1e-6, 1e4, 512, True, frozenset(), torch.float32)
 
 
+@settings(deadline=None)
 @given(
     running=st.integers(0, 6),
     length=st.sampled_from([ROW_UNIT, 2 * ROW_UNIT, 4 * ROW_UNIT]),
@@ -44,6 +45,7 @@ def test_a_new_layout_keeps_what_the_used_rows_hold() -> None:
             assert torch.equal(layer[:3, :, :40], kept)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 400))
 def test_prefill_chunks_cover_everything_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
     ranges = list(chunks(lengths, budget))

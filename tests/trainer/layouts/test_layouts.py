@@ -138,7 +138,8 @@ def plan_of(model: str, megatron: dict[str, Any], what: str, reference: str = "q
 
 def torchrun(ranks: int, *arguments: str) -> str:
     """Why it failed, or nothing."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher += ["--nproc-per-node", str(ranks)]
     found = subprocess.run(
         [sys.executable, *launcher, "-m", "tests.trainer.layouts.worker", *arguments],
         cwd=Path(__file__).parents[3],
