@@ -69,6 +69,8 @@ class Row:
     dcs_cores: float
     dcs_ms_per_version: float
     clients_cores: float
+    per_s: dict[str, float]
+    """How often each of what is timed was done: whether the load was what was to be offered."""
     p50_ms: dict[str, float]
     p99_ms: dict[str, float]
 
@@ -152,6 +154,7 @@ def row(replicas: int, figures: list[dict[str, Any]], used: list[float], took: f
         dcs_cores=dcs_s / took,
         dcs_ms_per_version=dcs_s * 1e3 / max(versions, 1),
         clients_cores=sum(one["cpu_s"] for one in figures) / took,
+        per_s={kind: round(len(found) / took, 2) for kind, found in times.items()},
         p50_ms={kind: round(float(np.percentile(found, 50)), 2) for kind, found in times.items() if len(found)},
         p99_ms={kind: round(float(np.percentile(found, 99)), 2) for kind, found in times.items() if len(found)},
     )
