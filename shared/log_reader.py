@@ -2,27 +2,35 @@
 
 Uses an ephemeral pull consumer without acks and counts its deliveries: a gap in the consumer's own sequence, a new connection
 or a lost consumer makes a new one that starts behind the last message seen. Any number of readers may read one log, and none
-leaves a trace in it. tests/shared/test_log_reader.py holds "no gap, no duplicate" over SIGKILL of the broker.
+leaves a trace in it. A live reader of a service waits for a broker that does not answer, however long that takes.
+tests/shared/test_log_reader.py holds "no gap, no duplicate" over SIGKILL of the broker, test_cluster.py over that of a node.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from shared.errors import ApiError, ConsumerGone, StreamMissing, TransportError
+from shared.errors import ApiError, ConsumerGone, RequestTimeout, StreamMissing, TransportError
 from shared.feed import NOT_FOUND, Drained, Feed, position
-from shared.jetstream import Connection
+from shared.jetstream import Connection, JetStreamReply
 from shared.link import Frame
+
+log = logging.getLogger("slipstream.transport")
 
 READ_AHEAD = 256
 READ_AHEAD_BYTES = 8 << 20
 FORGOTTEN_AFTER_S = 60.0
 """The broker removes the consumer of a reader that has vanished for so long."""
+CREATE_S = 5.0
+"""So long a consumer may take to be made; then it is given up for one of another name. A cluster may have chosen a node that died
+just now, and then keeps to it."""
 
 
 class LogReader:
@@ -94,26 +102,17 @@ class LogReader:
         """A new consumer that starts behind the last message seen."""
         await self._stop()
         self.restarts += 1
-        name = f"reader-{uuid.uuid4().hex[:16]}"
-        config: dict[str, Any] = {
-            "name": name,
-            "deliver_policy": "by_start_sequence",
-            "opt_start_seq": self._next_seq,
-            "ack_policy": "none",
-            "mem_storage": True,
-            "num_replicas": 1,
-            "inactive_threshold": int(FORGOTTEN_AFTER_S * 1e9),
-        }
-        verb = f"CONSUMER.CREATE.{self._stream}.{name}"
-        if self._subject is not None:
-            config["filter_subject"] = self._subject
-            verb += f".{self._subject}"
-        try:
-            info = await self._connection.api(verb, {"stream_name": self._stream, "config": config}, self._deadline_s)
-        except ApiError as error:
-            if error.err_code in NOT_FOUND:
-                raise StreamMissing(self._stream) from error
-            raise
+        patient = self._live and self._connection.bulk.patient
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            name = f"reader-{uuid.uuid4().hex[:16]}"
+            try:
+                info = await self._create(name)
+                break
+            except RequestTimeout as error:
+                if time.monotonic() > deadline and not patient:
+                    raise
+                log.warning("%s; trying another", error)
         self._consumer_seq, self._consumer_pending = 0, int(info.get("num_pending", 0))
         self._stale = None if self._live or self._consumer_pending else Drained()
         self._feed = Feed(
@@ -129,6 +128,27 @@ class LogReader:
             replaceable=True,
         )
         self._feed.start()
+
+    async def _create(self, name: str) -> JetStreamReply:
+        config: dict[str, Any] = {
+            "name": name,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self._next_seq,
+            "ack_policy": "none",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": int(FORGOTTEN_AFTER_S * 1e9),
+        }
+        verb = f"CONSUMER.CREATE.{self._stream}.{name}"
+        if self._subject is not None:
+            config["filter_subject"] = self._subject
+            verb += f".{self._subject}"
+        try:
+            return await self._connection.api(verb, {"stream_name": self._stream, "config": config}, CREATE_S)
+        except ApiError as error:
+            if error.err_code in NOT_FOUND:
+                raise StreamMissing(self._stream) from error
+            raise
 
     async def _stop(self) -> None:
         if self._feed is None:

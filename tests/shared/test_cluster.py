@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,26 @@ async def test_a_reader_whose_consumer_was_kept_by_a_dead_node_goes_on(
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
+            await connection.close()
+
+
+async def test_readers_that_begin_when_a_node_has_just_died_find_the_others(tmp_path: Path) -> None:
+    """For some seconds the cluster goes on giving consumers to the dead one, and never takes one back."""
+    with SecureBroker(tmp_path, [RUN], nodes=3) as secure:
+        connection = await Connection.open(secure.url, name="test", options=secure.options("operator"), deadline_s=60)
+        queue = await open_queue(connection, RUN, broker={"replicas": 3, "max_bytes": 256 << 20})
+        try:
+            await queue.publish(queue.subjects.receipts, b"before")
+            used = {channel.nc.connected_url.hostname for channel in (connection.bulk, connection.control)}
+            await asyncio.to_thread(secure.kill, sorted(set(secure.hosts) - used)[0])
+
+            async def first() -> bytes:
+                async with contextlib.aclosing(queue.read("receipts", live=True)) as messages:
+                    return (await anext(messages))[0]
+
+            found = await asyncio.wait_for(asyncio.gather(*(first() for _ in range(2 * READERS))), 120)
+            assert found == [b"before"] * (2 * READERS)
+        finally:
             await connection.close()
 
 
