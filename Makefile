@@ -10,6 +10,7 @@
 # make test-sinks   TensorBoard, W&B, ClearML and Apprise with the real packages
 # make test-ray   the demo as actors of a Ray cluster on this machine, scaled and harmed in mid-run
 # make test-compose   the demo in containers, scaled and killed; needs an engine with Compose, or ENGINE=script that starts one
+# make test-broker   the transport and whole runs at brokers in containers: several versions, and a cluster that loses its leaders
 # make chaos     the long run under SIGKILLs: make chaos KILLS=200 SEED=1
 # make check     style, types, links
 # make bench     each benchmark prints a ratio against a named baseline, or seconds against an aim
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
 export OMP_NUM_THREADS ?= 1
 SEED ?= 0
 
-.PHONY: install install-sglang demo demo-sglang test test-sglang test-chaos test-kills test-large test-sinks test-ray test-compose chaos check bench clean
+.PHONY: install install-sglang demo demo-sglang test test-sglang test-chaos test-kills test-large test-sinks test-ray test-compose test-broker chaos check bench clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -76,6 +77,10 @@ test-ray: $(VENV)/.installed-dev
 
 test-compose:
 	$(PYTHON) -m tests.deploy.compose
+
+test-broker: $(VENV)/.installed-dev
+	$(PIP) --editable '.[containers]'
+	$(BIN)/python -m pytest -s -m containers tests/containers
 
 KILLS ?= 200
 chaos: $(VENV)/.installed-dev

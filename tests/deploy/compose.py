@@ -4,8 +4,8 @@ Builds the images, brings everything up, scales the rollout 1 -> 3 -> 1 in mid-r
 takes all down and up again, and ends with an audit that holds and a reward that has risen. Says how large the images are and
 how long each part took.
 
-Needs a container engine with Compose. Where none runs, `ENGINE=path/to/script` may name one that starts it: `script up`, `script
-env` (prints exports), `script down`. Without either it fails, saying so; `SKIP_COMPOSE=1` switches it off.
+Needs a container engine with Compose (engine.py: one that runs, or ENGINE). Without it fails, saying so; `SKIP_COMPOSE=1`
+switches it off.
 """
 
 from __future__ import annotations
@@ -13,97 +13,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.deploy.engine import BUILD_S, COMMAND_S, ROOT, Failed, broker_image, engine, part, run
+
 FILES = [ROOT / "deploy" / "compose.yaml", ROOT / "tests" / "deploy" / "compose.test.yaml"]
 PROJECT = "slipstream-test"
 IMAGES = ("controller", "dcs", "reward", "rollout", "trainer")
 STEPS = 200
-BUILD_S, STEP_S, COMMAND_S = 1800, 600, 300
-
-
-class Failed(Exception):
-    """What the test found."""
-
-
-def run(*command: str, timeout: float = COMMAND_S, check: bool = True) -> str:
-    """Its output. Failed, with the end of what it printed, if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT)
-    if check and done.returncode:
-        raise Failed(
-            f"{shlex.join(command)}: exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        )
-    return done.stdout
+STEP_S = 600
 
 
 def compose(*arguments: str, timeout: float = COMMAND_S, check: bool = True) -> str:
     files = [part for file in FILES for part in ("-f", str(file))]
     return run("docker", "compose", "-p", PROJECT, *files, *arguments, timeout=timeout, check=check)
-
-
-@contextlib.contextmanager
-def part(name: str) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    print(f"{time.monotonic() - began:7.1f} s  {name}", flush=True)
-
-
-@contextlib.contextmanager
-def engine() -> Iterator[None]:
-    """One that runs, or the one that ENGINE starts."""
-    if engine_answers():
-        yield
-        return
-    script = os.environ.get("ENGINE")
-    if not script:
-        raise Failed(
-            "no container engine: `docker compose version` and `docker info` do not both answer. Start Docker with Compose, or "
-            "set ENGINE to a script that does, or switch this off with SKIP_COMPOSE=1"
-        )
-    with part("the engine starts"):
-        run("bash", script, "up", timeout=BUILD_S)
-        for line in run("bash", script, "env").splitlines():
-            for word in shlex.split(line.removeprefix("export ")):
-                name, _, value = word.partition("=")
-                os.environ[name] = value
-    try:
-        if not engine_answers():
-            raise Failed(f"no container engine: {script} ran, and `docker info` still does not answer")
-        yield
-    finally:
-        run("bash", script, "down", timeout=BUILD_S, check=False)
-
-
-def engine_answers() -> bool:
-    try:
-        run("docker", "info")
-        run("docker", "compose", "version")
-    except (Failed, OSError):
-        return False
-    return True
-
-
-def broker_image() -> None:
-    """NATS' own, or what stands for it."""
-    name = os.environ.setdefault("SLIPSTREAM_NATS_IMAGE", "nats:2-alpine")
-    if run("docker", "image", "ls", "-q", name):
-        return
-    try:
-        run("docker", "pull", name)
-    except Failed:
-        base = os.environ.get("SLIPSTREAM_BASE", "python:3.11-slim")
-        file = str(ROOT / "tests" / "deploy" / "broker.Dockerfile")
-        run("docker", "build", "-t", name, "--build-arg", f"BASE={base}", "-f", file, str(ROOT / "tests" / "deploy"))
-        print(f"           {name} cannot be pulled: built one with the same server", flush=True)
 
 
 def free_ports() -> None:
@@ -240,11 +169,11 @@ def main() -> int:
         return 0
     began = time.monotonic()
     try:
-        with engine():
+        with engine("switch this off with SKIP_COMPOSE=1"):
             free_ports()
             try:
                 with part("images"):
-                    broker_image()
+                    broker_image(os.environ.setdefault("SLIPSTREAM_NATS_IMAGE", "nats:2-alpine"))
                     compose("build", timeout=BUILD_S)
                 sizes()
                 the_run()
