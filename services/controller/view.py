@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shared.columns import stages
 from shared.config import RunConfig
 from shared.errors import TransportError
 from shared.ledger import Ledger
@@ -39,7 +40,6 @@ PACE_STEPS = 20
 TOKEN_WINDOW_S = 20.0
 LEAST_WINDOW_S = 1.0
 EVENTS_SHOWN = 6
-QUEUES_SHOWN = ("prompts", "rewards", "advantages")
 TRAINER_VALUES = ("loss", "grad_norm", "lr")
 REFRESH_S = 0.5
 POLL_S = 2.0
@@ -59,6 +59,7 @@ class RunView:
         self.events: deque[Event] = deque(maxlen=EVENTS_SHOWN)
         self.replicas: list[Heartbeat] = []
         self.depths: dict[str, int] = {}
+        self._queues = ("prompts", "rewards", *stages(config), "advantages")
         self.phase = "starting"
         self.waits_for: list[str] = []
         """Replicas that died and are not back, if the view is told."""
@@ -199,7 +200,7 @@ class RunView:
             f"age of samples {spread} (bound {self.bound})",
             self._speed(),
             f"in flight {self.ledger.pending}",
-            "queues " + " ".join(f"{name} {self.depths.get(name, 0)}" for name in QUEUES_SHOWN),
+            "queues " + " ".join(f"{name} {self.depths.get(name, 0)}" for name in self._queues),
         ]
         if self.ledger.dropped:
             parts.append("dropped " + " ".join(f"{reason} {n}" for reason, n in self.ledger.dropped.items()))

@@ -33,15 +33,17 @@ def submit(
         from services.controller.launchers.model import ensure_model
         from services.controller.launchers.resume import register
         from shared import config as run_config
+        from shared.columns import stages
 
         config = run_config.load(run_file, sets)
         config.broker.url = nats
-        await ensure_model(config)
         async with attach(nats, config.run, create=True, replicas=config.broker.replicas) as run:
+            await ensure_model(config)  # services wait for the config, which comes after it
             before = await register(run, config)
         if before.finished(config.steps):
             return f"the run {config.run!r} is finished; raise `steps` to go on with it, or take another name"
         verb = "goes on" if before.state else "is known"
-        return f"the run {config.run!r} {verb}: {config.steps} steps, staleness at most {config.max_staleness}"
+        known = f"the run {config.run!r} {verb}: {config.steps} steps, staleness at most {config.max_staleness}"
+        return known + "".join(f"\nit also needs the service {role!r}" for role in stages(config))
 
     typer.echo(run_async(tell))
