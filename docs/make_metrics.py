@@ -29,6 +29,8 @@ it begins with what the streams still hold. All of them end by themselves when t
 | `slipstream sink clearml --project p [--offline]` | ClearML | `slipstream-rl[clearml]` |
 | `slipstream sink apprise --to URL` | notifications of events, over whatever Apprise knows | `slipstream-rl[apprise]` |
 
+In this repository `pip install '.[tensorboard]'` and the like bring what a sink needs.
+
 Say which run as with the other commands: `slipstream sink jsonl RUN.yaml --out metrics.jsonl` for a run that `slipstream up` has
 (or had) here, `--nats URL --run NAME` from anywhere else.
 

@@ -6,7 +6,7 @@
     client.pem, client.key   its own certificate, where the broker asks for one
     token        what the services' HTTP interfaces ask for (shared/http_auth.py)
 
-Every process of a run gets it by its environment, and so do the processes that it starts. tests/shared/test_credentials.py.
+Every process of a run gets it by its environment, and so do the processes that it starts. tests/controller/test_broker_setup.py.
 """
 
 from __future__ import annotations

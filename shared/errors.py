@@ -25,8 +25,8 @@ class BrokerRefuses(BrokerUnavailable):
 
 REFUSALS = {
     "expired": "its certificate has run out; `slipstream broker init` on its folder makes a new one, then restart the broker",
-    "not valid for": "its certificate names other hosts; give this one to `slipstream broker init --host`, or use one of those",
-    "mismatch": "its certificate names other hosts; give this one to `slipstream broker init --host`, or use one of those",
+    "not valid for": "its certificate names other hosts; give this one to `slipstream broker init --also`, or use one of those",
+    "mismatch": "its certificate names other hosts; give this one to `slipstream broker init --also`, or use one of those",
     "certificate verify failed": "its certificate is by an authority that this process does not know; SLIPSTREAM_CREDENTIALS "
     "must name the folder whose ca.pem signed it",
     "does not offer tls": "SLIPSTREAM_CREDENTIALS holds a ca.pem, so nothing is sent to it in the clear; switch its TLS on, or "

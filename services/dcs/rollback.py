@@ -3,7 +3,7 @@
 Weights alone cannot go back: the optimiser, the books and the staleness of what is on its way belong to the step. So the wish is
 stored under one KV key; the trainer starts again from the checkpoint of that version's step and publishes its weights as a new
 version (numbers are never used again), or refuses. It takes the wish back only when that is on record, so no crash loses it.
-tests/dcs/test_control.py, tests/trainer/test_rollback.py.
+tests/dcs/test_control.py, tests/e2e/test_rollback.py.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ async def test_an_authority_that_is_not_known_is_told_at_once(secure: SecureBrok
 
 async def test_a_name_that_the_certificate_lacks_is_told_at_once(secure: SecureBroker) -> None:
     options = secure.options("rollout") | {"tls_hostname": "elsewhere.example.org"}
-    with pytest.raises(BrokerRefuses, match=r"(?i)hostname mismatch.*--host"):
+    with pytest.raises(BrokerRefuses, match=r"(?i)hostname mismatch.*--also"):
         await open_as(secure, options)
 
 

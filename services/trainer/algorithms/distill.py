@@ -12,7 +12,7 @@ two on the teacher's K likeliest tokens, with the rest of the vocabulary as one 
 divergence, 0 only where both agree on all K. Elsewhere: slime coef 1; prime-rl adds sg(log q - log p) to the advantage; AReaL
 0.005 on top of a reward; verl's recipe uses forward KL over the top k without the tail.
 
-Checked against independent numbers by tests/trainer/test_loss_oracle.py and tests/trainer/test_distill.py.
+Checked against independent numbers by tests/trainer/test_loss_oracle.py and tests/trainer/test_top_k.py.
 """
 
 from __future__ import annotations
