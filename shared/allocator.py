@@ -15,6 +15,15 @@ LARGE_BYTES = 32 << 20
 """glibc's own upper limit for the second, which it reaches by itself in processes that free blocks of that size."""
 
 
+def give_back_freed_blocks() -> None:
+    """All that is free goes back to the kernel now: for a process that makes room for others."""
+    if sys.platform != "linux":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def keep_freed_blocks() -> None:
     """Blocks below 32 MiB come from the heap, whose free end is kept up to twice that. Once, at the start of a process."""
     if sys.platform != "linux":

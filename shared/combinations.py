@@ -47,6 +47,8 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     yield from _own(run)
     yield from _engine(run)
     yield from _deterministic(run)
+    if run.colocated:
+        yield from _colocated(run)
 
 
 def _advantages(run: RunConfig) -> Iterator[str]:
@@ -167,6 +169,47 @@ def _deterministic(run: RunConfig) -> Iterator[str]:
         yield (
             "window: with deterministic: true the trainer takes groups strictly in the order of issue; which one comes first "
             "inside a wider window is a matter of chance. Set it to 1"
+        )
+
+
+def _colocated(run: RunConfig) -> Iterator[str]:
+    """What would have an engine awake in the trainer's turn, or elsewhere than on its device."""
+    rollout, roles = run.rollout, columns.stages(run)
+    if run.max_staleness > 0:
+        yield (
+            f"max_staleness: {run.max_staleness} lets groups of the next update be drawn while this one is trained on, but with "
+            "placement: colocate the engines sleep then; set it to 0 or remove it, or use placement: separate"
+        )
+    if rollout.engine == "external":
+        yield (
+            "rollout.engine: with placement: colocate the replica has to know that its engine is on this device, and that it ends "
+            "with it, which nobody knows of an external one; use sglang or light"
+        )
+    if not rollout.sglang_hooks:
+        yield (
+            "rollout.sglang_hooks: false leaves SGLang without the endpoint that takes tensors from shared memory, which "
+            "placement: colocate needs; remove it"
+        )
+    if rollout.on_new_weights != "retract":
+        yield (
+            f"rollout.on_new_weights: with placement: colocate no request runs at a switch, so {rollout.on_new_weights!r} has no "
+            "meaning; remove it"
+        )
+    if roles:
+        inside = "use reference.place: trainer" if roles == ["reference"] else "use placement: separate"
+        yield (
+            f"placement: the {roles[0]}'s engine would hold the device in everybody's turn, as it does not take part in "
+            f"colocation; {inside}"
+        )
+    if "auto" not in (run.trainer.device, rollout.device) and run.trainer.device != rollout.device:
+        yield (
+            f"rollout.device: {rollout.device!r}, but trainer.device is {run.trainer.device!r}; with placement: colocate they "
+            "share one device, so both must be the same"
+        )
+    if run.controller.autoscale is not None:
+        yield (
+            "controller.autoscale: with placement: colocate the trainer always waits while samples are drawn, and more replicas "
+            "share the same device, so there is nothing to decide by; remove the section"
         )
 
 

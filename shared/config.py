@@ -12,7 +12,7 @@ import difflib
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -63,6 +63,8 @@ class RunConfig(Section):
     deterministic: bool = False
     """Two runs of a seed end in the same weights, bit for bit, killed or not. Needs `window: 1`, and functions of yours that
     depend on their arguments only."""
+    placement: Literal["separate", "colocate"] = "separate"
+    """colocate: trainer and engines share a device and take turns on it (docs/colocate.md). Sets `max_staleness` to 0."""
     workdir: str = "runs/{run}"
     """Checkpoints, snapshots, logs and the private broker's store. Relative to where the command is typed."""
     model: ModelConfig
@@ -113,6 +115,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
+        if self.colocated and "max_staleness" not in self.model_fields_set:
+            self.max_staleness = 0
         if self.window > self.max_staleness * self.groups_per_step + 1:
             raise ValueError(
                 f"window: {self.window} exceeds max_staleness * groups_per_step + 1 = "
@@ -135,6 +139,11 @@ class RunConfig(Section):
         if self.algorithm.max_tokens is None:
             self.algorithm.max_tokens = self.sampling.max_new_tokens
         return self
+
+    @property
+    def colocated(self) -> bool:
+        """Trainer and engines take turns on one device."""
+        return self.placement == "colocate"
 
     @property
     def slots(self) -> int:

@@ -67,6 +67,7 @@ ROLES = {
         pulls=(("advantages", "*"),),
         purges=("blobs",),
         leases=True,
+        config_keys=("turns",),
         settles=True,
     ),
     "rollout": Role(
@@ -81,6 +82,7 @@ ROLES = {
         ],
         pulls=(("prompts", "rollout"),),
         purges=("partials", "blobs"),
+        config_keys=("turns",),
     ),
     "reward": Role(
         services=("reward",),

@@ -81,4 +81,5 @@ async def test_memory_is_given_back_and_taken_again(engine: Served, a: Model) ->
     torch.testing.assert_close(logprobs_of(answer), expected, atol=TOLERANCE, rtol=0)
     await engine.client.release_memory()
     await engine.client.resume_memory()
+    await engine.client.update_from_disk(str(a.folder), "1")
     assert await engine.greedy(PROMPTS[0]) == tiny.greedy(a.reference, PROMPTS[0], 8)

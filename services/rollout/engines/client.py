@@ -116,7 +116,7 @@ class EngineClient:
 
     async def release_memory(self, tags: Iterable[MemoryTag] = ()) -> None:
         """Give the device's memory back to whoever shares it (all of it, or what `tags` name). Needs an engine that is idle or
-        paused; the cache is flushed. Weights come back by `resume_memory` and, on a GPU, an update."""
+        paused; the cache is flushed. Released weights are gone: after `resume_memory` an update has to bring all of them."""
         await self._post("/release_memory_occupation", _given(tags=list(tags) or None))
 
     async def resume_memory(self, tags: Iterable[MemoryTag] = ()) -> None:
@@ -233,6 +233,23 @@ class EngineClient:
         await self._post(
             "/update_weights_from_distributed", body | _given(weight_version=weight_version), timeout_s + MARGIN_S
         )
+
+    async def update_from_shared(
+        self,
+        tensors: Iterable[Tensor],
+        segment: str,
+        weight_version: str | None = None,
+        timeout_s: float = WEIGHTS_TIMEOUT_S,
+    ) -> None:
+        """Take a bucket of all these tensors out of shared memory (services/dcs/segments.py). Only engines that stage."""
+        listed = list(tensors)
+        body: dict[str, Any] = {
+            "names": [tensor.name for tensor in listed],
+            "dtypes": [tensor.dtype for tensor in listed],
+            "shapes": [list(tensor.shape) for tensor in listed],
+            "segment": segment,
+        }
+        await self._post("/update_weights_from_shared", body | _given(weight_version=weight_version), timeout_s)
 
     async def update_from_tensor(
         self, serialized: list[str], weight_version: str | None = None, timeout_s: float = WEIGHTS_TIMEOUT_S

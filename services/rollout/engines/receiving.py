@@ -1,13 +1,15 @@
 """How an engine receives weights: the same for the light engine and inside SGLang.
 
-    begin_weight_update -> update_weights_from_distributed | _from_tensor | _from_disk (any number) -> end_weight_update
+    begin_weight_update -> update_weights_from_distributed | _from_shared | _from_tensor | _from_disk (any number)
+        -> end_weight_update
 
 Owns the broadcast groups, and the turns that transfers, checksums and the switch take in one thread: they never overlap. Where
 what was received is kept until then, and how it becomes live, is the engine's (light/weights.py, sglang/updates.py).
 Guarantees, held for both by tests/contract/test_updates.py:
 * every tensor is checked for name, shape and dtype when it is announced, so that a commit cannot fail half-way;
 * a failed transfer leaves what was received before as it was; the update stays open to be ended.
-`from_tensor` takes safetensors bytes in base64, not pickles.
+`from_tensor` takes safetensors bytes in base64, not pickles; `from_shared` takes a bucket that a trainer of this host keeps in
+shared memory (services/dcs/segments.py), which is what trainer and engines on one device exchange weights by.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from services.dcs import collective
+from services.dcs import collective, segments
 from services.dcs.digest import TensorSpec, dtype_name, tensor_checksum
 
 T = TypeVar("T")
@@ -145,12 +147,7 @@ class Receiving(ABC):
             group = self._groups.get(group_name)
             if group is None:
                 raise UpdateError(f"group_name: {group_name!r} is not joined; joined are {sorted(self._groups)}")
-            if not len(names) == len(dtypes) == len(shapes):
-                raise UpdateError(
-                    f"names, dtypes, shapes: {len(names)}, {len(dtypes)} and {len(shapes)} entries; one of each a tensor"
-                )
-            kinds = [_dtype(name, dtype) for name, dtype in zip(names, dtypes, strict=True)]
-            self._check(dict(zip(names, shapes, strict=True)))
+            kinds = self._kinds(names, dtypes, shapes)
             try:
                 tensors, memory = await self._in_thread(lambda: self._receive(group, kinds, shapes, bucket))
             except collective.CollectiveError as error:
@@ -173,12 +170,40 @@ class Receiving(ABC):
             collective.broadcast(group.group, tensor, deadline)
         return tensors, None
 
+    async def from_shared(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], segment: str, version: str | None
+    ) -> None:
+        """Take a bucket, in which all tensors lie one after another, out of shared memory."""
+        async with self._transfer("update_weights_from_shared"):
+            kinds = self._kinds(names, dtypes, shapes)
+            sizes = [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+
+            def attach() -> list[torch.Tensor]:
+                memory = torch.frombuffer(segments.attach(segment, sum(sizes)), dtype=torch.uint8)
+                return _parts(memory, sizes, kinds, shapes)
+
+            try:
+                tensors = await self._in_thread(attach)
+            except segments.SegmentError as error:
+                raise UpdateError(f"segment: {error}") from error
+            await self._put(dict(zip(names, tensors, strict=True)), version)
+
     async def from_tensor(self, serialized: list[str], version: str | None) -> None:
         """Take tensors from safetensors bytes in base64: one string, or several that are taken in order."""
         async with self._transfer("update_weights_from_tensor"):
             tensors = await self._in_thread(lambda: _decode(serialized))
             self._check({name: list(tensor.shape) for name, tensor in tensors.items()})
             await self._put(tensors, version)
+
+    def _kinds(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[torch.dtype]:
+        """The dtypes of tensors that are announced and can be loaded. Raises UpdateError."""
+        if not len(names) == len(dtypes) == len(shapes):
+            raise UpdateError(
+                f"names, dtypes, shapes: {len(names)}, {len(dtypes)} and {len(shapes)} entries; one of each a tensor"
+            )
+        kinds = [_dtype(name, dtype) for name, dtype in zip(names, dtypes, strict=True)]
+        self._check(dict(zip(names, shapes, strict=True)))
+        return kinds
 
     def _check(self, shapes: dict[str, list[int]]) -> None:
         problems = [why for name, shape in shapes.items() if (why := self.check(name, tuple(shape)))]

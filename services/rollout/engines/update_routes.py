@@ -45,6 +45,10 @@ class Weights(Protocol):
         version: str | None,
     ) -> None: ...
 
+    async def from_shared(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], segment: str, version: str | None
+    ) -> None: ...
+
     async def from_tensor(self, serialized: list[str], version: str | None) -> None: ...
 
     async def from_disk(self, folder: Path, version: str | None, mode: Mode | None) -> int: ...
@@ -75,6 +79,7 @@ class UpdateRoutes:
             "/init_weights_update_group": self.join,
             "/destroy_weights_update_group": self.leave,
             "/update_weights_from_distributed": self.from_distributed,
+            "/update_weights_from_shared": self.from_shared,
             "/update_weights_from_tensor": self.from_tensor,
             "/update_weights_from_disk": self.from_disk,
         }
@@ -134,6 +139,14 @@ class UpdateRoutes:
         fields.end()
         await self._abort_all(abort)
         await self._weights.from_distributed(names, dtypes, shapes, group, load_format == BUCKET, version)
+        return done(f"{len(names)} tensors are staged")
+
+    async def from_shared(self, body: Any) -> Answer:
+        fields = Fields(body, "update_weights_from_shared")
+        names, dtypes, shapes = fields.items("names", str), fields.items("dtypes", str), fields.items("shapes", list)
+        segment, version = fields.text("segment"), fields.text("weight_version", None)
+        fields.end()
+        await self._weights.from_shared(names, dtypes, shapes, segment, version)
         return done(f"{len(names)} tensors are staged")
 
     async def from_tensor(self, body: Any) -> Answer:

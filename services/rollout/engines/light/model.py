@@ -146,6 +146,10 @@ class Qwen3:
         self._rotations = _rotations(config, device)
         self._eps = torch.full((1,), config.norm_eps, device=device)
 
+    def let_go(self) -> None:
+        """Give the weights' memory back; only shapes stay, until other weights are put in `live`."""
+        self.live = self.live.beside(torch.device("meta"))
+
     @property
     def parameters(self) -> dict[str, Parameter]:
         return self.live.parameters

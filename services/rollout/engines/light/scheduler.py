@@ -144,12 +144,24 @@ class Scheduler:
     def resume(self) -> None:
         self.paused = None
 
+    @property
+    def asleep(self) -> bool:
+        """It has no memory to generate in, or no weights; requests wait."""
+        return self.released or self.model.live.hollow
+
     def release(self) -> bool:
         """Give the cache's memory back; nothing starts until `take`. False: something is running."""
         if self.batch:
             return False
         self.released = True
         self.cache.give_back()
+        return True
+
+    def release_weights(self) -> bool:
+        """The weights' memory, likewise; nothing starts until other weights are switched in."""
+        if self.batch:
+            return False
+        self.model.let_go()
         return True
 
     def take(self) -> None:
@@ -218,11 +230,11 @@ class Scheduler:
                 return True
 
     def _has_work(self) -> bool:
-        return not self.paused and not self.released and bool(self.batch or self.waiting)
+        return not self.paused and not self.asleep and bool(self.batch or self.waiting)
 
     def _admit(self) -> None:
         """Start as many waiting requests as fit, and sample their first tokens."""
-        if self.paused or self.released or not self.waiting:
+        if self.paused or self.asleep or not self.waiting:
             return
         needs = (sequence.need for sequence in self.waiting)
         count, length = plan(len(self.batch), self.cache.length, needs, self.cache.capacity, self.max_rows)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
 from aiohttp import web
 
 from services.rollout.engines.fields import BadRequest, Fields
@@ -24,6 +25,7 @@ from services.rollout.engines.light.weights import Weights
 from services.rollout.engines.receiving import UpdateError
 from services.rollout.engines.update_routes import UpdateRoutes, refusal
 from services.rollout.engines.update_routes import done as success
+from shared.allocator import give_back_freed_blocks
 
 HEALTH_TIMEOUT_S = 20.0
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -216,14 +218,23 @@ class Server:
         return done("flushed")
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        """The cache's; the weights stay where they are."""
+        """Of the cache, and of the weights, which do not come back by themselves. What is asked for meanwhile waits."""
         tags = _tags(await _json(request), "release_memory_occupation")
         if "kv_cache" in tags and not await self.in_scheduler(self.scheduler.release):
             raise BadRequest("release_memory_occupation: requests are running; pause with mode retract first")
+        if "weights" in tags:
+            await self.weights.release()
+        give_back_freed_blocks()
+        if self.engine.model.device.type == "cuda":
+            torch.cuda.empty_cache()
         return reply(None)
 
     async def resume_memory(self, request: web.Request) -> web.Response:
-        if "kv_cache" in _tags(await _json(request), "resume_memory_occupation"):
+        """Take it again. Nothing is generated before an update has brought the weights, if these were released."""
+        tags = _tags(await _json(request), "resume_memory_occupation")
+        if "weights" in tags:
+            await self.weights.take()
+        if "kv_cache" in tags:
             await self.in_scheduler(self.scheduler.take)
         return reply(None)
 

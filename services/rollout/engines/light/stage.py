@@ -58,9 +58,9 @@ class Stager:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def open(self, live: Tensors) -> Stage:
+    def open(self, live: Tensors, device: torch.device) -> Stage:
         spare, self._spare = self._spare, None
-        return Stage(spare or live.beside())
+        return Stage(spare or live.beside(device))
 
     def put(self, stage: Stage, tensors: dict[str, torch.Tensor], bucket: torch.Tensor | None = None) -> None:
         """Stage `tensors`; if they lie in a `bucket`, that can be had again afterwards."""
@@ -85,7 +85,13 @@ class Stager:
 
     def give_back(self, tensors: Tensors) -> None:
         """Of a stage that was dropped, or what was live until now."""
-        self._spare = tensors
+        if not tensors.hollow:
+            self._spare = tensors
+
+    def let_go(self) -> None:
+        """Keep no memory for the next update."""
+        self._spare = None
+        self._buckets.clear()
 
 
 def _give_way() -> None:

@@ -97,9 +97,14 @@ class Tensors:
             down=self._add(prefix + "mlp.down_proj.weight", (c.hidden, c.feed_forward)).t(),
         )
 
-    def beside(self) -> Tensors:
-        """Another one of the same shapes, not filled."""
-        return Tensors(self.config, self.device, self.dtype)
+    def beside(self, device: torch.device) -> Tensors:
+        """Another one of the same shapes, not filled. On the device `meta` it has no memory at all."""
+        return Tensors(self.config, device, self.dtype)
+
+    @property
+    def hollow(self) -> bool:
+        """There are shapes only, and no memory."""
+        return self.device.type == "meta"
 
     @torch.inference_mode()
     def fill_up(self, source: Tensors, present: Container[str]) -> None:

@@ -5,7 +5,8 @@
 The receiving is receiving.py's. Owns the stage of the open update (stage.py). Guarantees, beside those of receiving.py, held by
 tests/rollout/test_light_updates.py:
 * what is received is not visible before `end(commit=True)`, and decoding goes on meanwhile;
-* a failed transfer leaves the live weights as they were.
+* a failed transfer leaves the live weights as they were;
+* released weights take no memory, and the update after that has to bring all of them; it costs no second copy.
 
 Differences from SGLang: updates are staged, so no pause is needed; unknown names are refused, where it answers success;
 checksums are sha256 of the tensors under their Hugging Face names, of the staged ones while an update holds any.
@@ -80,10 +81,19 @@ class Weights(Receiving):
     def _complete(self, stage: Stage) -> None:
         try:
             stage.settle()
+            if self.model.live.hollow:
+                self._need_all(stage)
             stage.tensors.fill_up(self.model.live, stage.specs)
         except BaseException:
             self._drop(stage)
             raise
+
+    def _need_all(self, stage: Stage) -> None:
+        if missing := [name for name in self.model.parameters if name not in stage.specs]:
+            raise UpdateError(
+                f"the weights were released, so an update has to bring all of them; {len(missing)} are missing, "
+                f"{missing[0]} first"
+            )
 
     def _drop(self, stage: Stage) -> None:
         wait(stage.writing)
@@ -93,7 +103,7 @@ class Weights(Receiving):
         self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None
     ) -> None:
         """Into the stage, which is written while the next ones are on their way."""
-        self._stage = stage = self._stage or self._stager.open(self.model.live)
+        self._stage = stage = self._stage or self._stager.open(self.model.live, self.model.device)
         if version is not None:
             stage.version = version
         await self._in_thread(lambda: self._stager.put(stage, tensors, bucket))
@@ -111,6 +121,23 @@ class Weights(Receiving):
             stage, self._stage = self._stage, None
             return await self._switch(stage, version, mode)
 
+    # ---- memory
+
+    async def release(self) -> None:
+        """Give the weights' memory back. Nothing may be running; nothing is generated until an update brought others."""
+        async with self._turn:
+            if self.open:
+                raise UpdateError("release_memory_occupation: a weight update is open; end it first")
+            if not await asyncio.wrap_future(self.scheduler.call(self.scheduler.release_weights)):
+                raise UpdateError("release_memory_occupation: requests are running; pause with mode retract first")
+            await self._in_thread(self._stager.let_go)
+
+    async def take(self) -> None:
+        """Take the memory that was released; the next update is written into it."""
+        async with self._turn:
+            if (live := self.model.live).hollow and self._stage is None:
+                await self._in_thread(lambda: self._stager.give_back(live.beside(self.model.device)))
+
     # ---- verification
 
     async def checksums(self) -> dict[str, Any]:
@@ -122,6 +149,8 @@ class Weights(Receiving):
         if self._stage is not None:
             self._stage.settle()
             specs = list(self._stage.specs.values())
+        elif self.model.live.hollow:
+            raise UpdateError("the weights were released, and no update has brought others yet")
         else:
             found = ((name, parameter.read()) for name, parameter in self.model.parameters.items())
             specs = [spec_of(name, tensor) for name, tensor in found]

@@ -27,6 +27,7 @@ CONTROLS = (
     "/init_weights_update_group",
     "/destroy_weights_update_group",
     "/update_weights_from_distributed",
+    "/update_weights_from_shared",
     "/update_weights_from_tensor",
     "/update_weights_from_disk",
 )
