@@ -51,6 +51,20 @@ POINTS = {
 }
 """Name -> what is true when a process dies there."""
 
+TURN_POINTS = {
+    "trainer.complete": "all groups of the update are there, the device is not asked for",
+    "trainer.asked": "asked for, the engines may be awake",
+    "trainer.awake": "the device is the trainer's, nothing is computed",
+    "trainer.asleep": "the new weights are announced, the device is not given",
+    "trainer.gave": "given; no engine may have taken the weights",
+    "rollout.entered": "at the table, but not started or woken",
+    "rollout.idle": "nothing runs, the engine has its memory",
+    "rollout.asleep": "the engine sleeps, the table says that it is awake",
+    "rollout.slept": "the table knows it",
+    "rollout.took": "the new weights are served, and the table knows it",
+}
+"""Likewise, on a device that trainer and engines share (tests/e2e/test_colocate.py)."""
+
 
 @dataclass(slots=True)
 class _Armed:
@@ -68,8 +82,8 @@ def arm(text: str | None) -> None:
         _armed = None
         return
     name, _, count = text.partition(":")
-    if name not in POINTS or not (count or "1").isdigit():
-        raise ValueError(f"{VARIABLE}={text}: expected name:count with one of {', '.join(POINTS)}")
+    if name not in POINTS | TURN_POINTS or not (count or "1").isdigit():
+        raise ValueError(f"{VARIABLE}={text}: expected name:count with one of {', '.join(POINTS | TURN_POINTS)}")
     _armed = _Armed(name, int(count or 1))
 
 

@@ -291,6 +291,9 @@ class Announcement:
     at: float
     resync: list[str] = field(default_factory=list)
     """Told again: these replicas are to fetch it anew, whatever they hold."""
+    shared: dict[str, Any] | None = None
+    """In memory that engines on the trainer's device take it from: `host`, and `segments`, one a bucket (`placement: colocate`).
+    Its snapshot may be written later then."""
 
 
 @schema("received", 1)
@@ -302,8 +305,9 @@ class Received:
     version: int
     step: int
     digest: str
-    how: Literal["broadcast", "snapshot", "delta", "folder"]
-    """Through the group; or pulled: the whole snapshot over HTTP, what changed over HTTP, or from a disk that both see."""
+    how: Literal["broadcast", "shared", "snapshot", "delta", "folder"]
+    """Through the group; from shared memory; or pulled: the whole snapshot over HTTP, what changed over HTTP, or from a disk that
+    both see."""
     seconds: dict[str, float]
     ok: bool
     error: str

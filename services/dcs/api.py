@@ -8,7 +8,7 @@ it changes nothing the second time.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -18,6 +18,7 @@ from services.dcs import control_api, files_api, snapshots
 from services.dcs.control_api import GroupAnswer
 from services.dcs.coordinator import Coordinator, SnapshotMissing
 from services.dcs.files_api import Wait
+from services.dcs.offers import Offer
 from services.dcs.versions import State, UnknownVersion, Version, VersionError
 from shared.errors import TransportError
 
@@ -33,6 +34,14 @@ class PublishRequest(BaseModel):
     reason: str = ""
 
 
+class OfferRequest(BaseModel):
+    manifest: dict[str, Any]
+    """As snapshot.json, but for the files, which are written later."""
+    host: str
+    segments: list[str]
+    """One a bucket: services/dcs/segments.py."""
+
+
 class AnnounceRequest(BaseModel):
     publisher: Name
     epoch: int = 0
@@ -40,6 +49,8 @@ class AnnounceRequest(BaseModel):
     host: str
     port: int = Field(ge=1, le=65535)
     """Where a new group would meet: the publisher's TCPStore."""
+    offer: OfferRequest | None = None
+    """Instead of a group: engines on the publisher's device take the weights from its memory (`placement: colocate`)."""
 
 
 class ResultRequest(BaseModel):
@@ -133,8 +144,10 @@ def _version_routes(app: FastAPI, coordinator: Coordinator) -> None:
 
     @app.post("/versions/{version}/announce")
     async def announce(version: int, request: AnnounceRequest) -> VersionAnswer:
-        """The snapshot is complete and the publisher is ready: tell the members."""
-        return shown(await coordinator.announce(version, request.publisher, request.epoch, request.host, request.port))
+        """The snapshot is complete, or the weights are offered in memory, and the publisher is ready: tell the members."""
+        offer = None if request.offer is None else Offer(**request.offer.model_dump())
+        known = await coordinator.announce(version, request.publisher, request.epoch, request.host, request.port, offer)
+        return shown(known)
 
     @app.post("/versions/{version}/result")
     async def result(version: int, request: ResultRequest, wait_s: Wait = 0.0) -> VersionAnswer:

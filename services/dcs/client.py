@@ -80,8 +80,18 @@ class DcsClient:
         body = {"publisher": publisher, "step": step, "digest": digest, "reason": reason}
         return await self._json("POST", "/versions", body)
 
-    async def announce(self, version: int, *, publisher: str, epoch: int, host: str, port: int) -> dict[str, Any]:
+    async def announce(
+        self,
+        version: int,
+        *,
+        publisher: str,
+        epoch: int,
+        host: str,
+        port: int,
+        offer: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         body = {"publisher": publisher, "epoch": epoch, "host": host, "port": port}
+        body |= {} if offer is None else {"offer": offer}
         return await self._json("POST", f"/versions/{version}/announce", body)
 
     async def result(

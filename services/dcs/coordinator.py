@@ -18,6 +18,7 @@ from services.dcs import rollback, snapshots
 from services.dcs.batches import in_batches
 from services.dcs.delta_maker import DeltaMaker
 from services.dcs.mirror import Mirror
+from services.dcs.offers import Offer
 from services.dcs.rollback import Wish
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.versions import STATE_KEY, Group, Member, State, UnknownVersion, Version, VersionError, Versions
@@ -97,7 +98,10 @@ class Coordinator:
             known for known in self.state.versions if known.phase == "announced" and clock.now() < known.deadline
         ]
         for version in running:
-            await self._publish(version, await self._manifest(version))
+            try:
+                await self._publish(version, await self._manifest(version))
+            except SnapshotMissing as error:  # offered in memory: its publisher asks until it is answered
+                log.info("%s", error)
         if self.state.next_version > 1:
             under_way = ", ".join(f"version {version.version}" for version in running) or "nothing"
             text = f"{self.state.next_version - 1} versions so far; on its way: {under_way}"
@@ -149,8 +153,11 @@ class Coordinator:
         reach("dcs.allocated")
         return version
 
-    async def announce(self, version: int, publisher: str, epoch: int, host: str, port: int) -> Version:
-        manifest = await self._manifest(self._rules.get(version))
+    async def announce(
+        self, version: int, publisher: str, epoch: int, host: str, port: int, offer: Offer | None = None
+    ) -> Version:
+        asked = self._rules.get(version)
+        manifest = await self._manifest(asked) if offer is None else offer.of(asked)
         alive = await self._alive()
         epoch_before = self.state.epoch
         known = await self.change(
@@ -159,9 +166,9 @@ class Coordinator:
             )
         )
         reach("dcs.decided")
-        await self._publish(known, manifest)
+        await self._publish(known, manifest, offer=offer)
         reach("dcs.announced")
-        if before := self.latest(below=version):
+        if offer is None and (before := self.latest(below=version)):
             self.deltas.expect(before.version, manifest)
             if known.group is None:
                 self.deltas.broadcast_over(version)
@@ -364,7 +371,9 @@ class Coordinator:
             )
         return manifest
 
-    async def _publish(self, known: Version, manifest: Manifest, resync: list[str] | None = None) -> None:
+    async def _publish(
+        self, known: Version, manifest: Manifest, resync: list[str] | None = None, offer: Offer | None = None
+    ) -> None:
         announcement = Announcement(
             version=known.version,
             step=known.step,
@@ -379,6 +388,7 @@ class Coordinator:
             reason=known.reason,
             at=clock.now() if resync else known.announced_at,
             resync=resync or [],
+            shared=None if offer is None else {"host": offer.host, "segments": offer.segments},
         )
         name = f"v{known.version}" + (f"-resync-{uuid.uuid4().hex[:8]}" if resync else "")
         await self._queue.publish(self._subjects.announced, announcement, msg_id=name, deadline_s=PUBLISH_DEADLINE_S)

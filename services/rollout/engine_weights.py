@@ -91,6 +91,17 @@ class EngineWeights:
             await self.leave_group()
             raise
 
+    async def take(self, told: Announcement, seconds: dict[str, float]) -> None:
+        """Take a version out of the trainer's shared memory. Raises as `receive` does. Only for an engine that stages."""
+        assert told.shared is not None
+        if not self.stages:
+            raise WeightsRefused("this engine does not stage weights, so it takes none from shared memory")
+        specs, version, names = specs_of(told), str(told.version), told.shared["segments"]
+        async with self._staged(version, specs, seconds):
+            with timed(seconds, "transfer"):
+                for bucket, name in zip(told.buckets, names, strict=True):
+                    await self._engine.update_from_shared([specs[index] for index in bucket], name, version)
+
     async def load(self, folder: Path, version: int, tensors: Sequence[TensorSpec], seconds: dict[str, float]) -> None:
         """Take a version from a verified folder. Raises as `receive` does."""
         async with self._update(str(version), tensors, seconds, session=False):

@@ -31,6 +31,7 @@ from services.rollout.engines.client import EngineClient, EngineDead, EngineErro
 from services.rollout.engines.process import EngineKilled, EngineProcess, EngineStartError, vocabulary
 from services.rollout.engines.watch import until_hung
 from services.rollout.episodes import Aborted, EpisodeError
+from services.rollout.seat import Seat
 from services.rollout.tries import LAST_RESORT, Tries
 from services.rollout.weights import WeightReceiver
 from shared import failpoints, waivers, wire
@@ -101,6 +102,10 @@ async def _with_engine(ctx: Context, cache: Path, caution: Caution, url: str) ->
         await ctx.beat("fetching weights")
         if (start := await ctx.vouch(receiver.bootstrap())) is None:
             return
+        seat = Seat(ctx)
+        if not await seat.enter():
+            return
+        stack.push_async_callback(seat.leave)  # behind the engine's end
         await ctx.beat("starting engine")
         vocab = vocabulary(start.folder)
         if url:
@@ -114,7 +119,7 @@ async def _with_engine(ctx: Context, cache: Path, caution: Caution, url: str) ->
         await ctx.vouch(receiver.attach(engine, start))
         tokenizer = await ctx.compute(Tokenizer, start.folder)
         await ctx.events.publish("joined", f"serving version {start.version}", version=start.version, step=start.step)
-        await Worker(ctx, engine, receiver, tokenizer, caution).run()
+        await Worker(ctx, engine, receiver, tokenizer, caution, seat).run()
 
 
 def _ending(ctx: Context, process: EngineProcess) -> Callable[..., Awaitable[None]]:
@@ -130,11 +135,17 @@ class Worker:
     """Runs up to `rollout.max_running_groups` groups at once on one engine: so many slots, each with one group at a time."""
 
     def __init__(
-        self, ctx: Context, engine: EngineClient, receiver: WeightReceiver, tokenizer: Tokenizer, caution: Caution
+        self,
+        ctx: Context,
+        engine: EngineClient,
+        receiver: WeightReceiver,
+        tokenizer: Tokenizer,
+        caution: Caution,
+        seat: Seat | None = None,
     ) -> None:
         self.ctx, self.engine, self.receiver, self.tokenizer = ctx, engine, receiver, tokenizer
         self.drawer = Drawer(ctx, engine, tokenizer, receiver.step_of)
-        self.caution = caution
+        self.caution, self.seat = caution, seat or Seat(ctx)
         self.tries = Tries(ctx.kv, ctx.config.rollout.max_deliveries)
         self.running = self.groups = self.samples = self.tokens = 0
         self.engine_errors = self.engine_timeouts = 0
@@ -153,7 +164,8 @@ class Worker:
         following = asyncio.create_task(self.receiver.run())
         slots = [asyncio.create_task(self._slot(puller)) for _ in range(options.max_running_groups)]
         watching = asyncio.create_task(self._watch_engine())
-        tasks = {*slots, following, watching}
+        seated = asyncio.create_task(self.seat.run(self.engine, self.receiver))
+        tasks = {*slots, following, watching, seated}
         try:
             while not self.ctx.stopping.is_set():
                 await self._beat()
@@ -173,11 +185,17 @@ class Worker:
             # while it still follows: a broadcast that counts on this engine is finished first
             await self.ctx.vouch(self.receiver.leave())
             following.cancel()
-            await self.ctx.vouch(asyncio.gather(following, watching, return_exceptions=True))
+            seated.cancel()
+            await self.ctx.vouch(asyncio.gather(following, watching, seated, return_exceptions=True))
 
     async def _watch_engine(self) -> None:
         config = self.ctx.config
-        await until_hung(self.engine.url, silent_s=config.heartbeat_ttl_s, stuck_s=config.hang_timeout_s)
+        await until_hung(
+            self.engine.url,
+            silent_s=config.heartbeat_ttl_s,
+            stuck_s=config.hang_timeout_s,
+            asleep=lambda: self.seat.state != "awake",
+        )
 
     async def _slot(self, puller: Puller) -> None:
         """One group after another. Waiting here is what asks the broker for a prompt, so a busy replica hoards none."""
@@ -210,7 +228,7 @@ class Worker:
 
     async def _beat(self) -> None:
         await self.ctx.beat(
-            "sampling" if self.running else "idle",
+            self.seat.state if self.seat.state != "awake" else "sampling" if self.running else "idle",
             progress=self.groups,
             version=self.receiver.version,
             step=self.receiver.step,
@@ -223,7 +241,8 @@ class Worker:
             running=self.running,
             engine_errors_total=self.engine_errors,
             engine_timeouts_total=self.engine_timeouts,
-            **{f"samples_{name}_total": count for name, count in asdict(self.drawer.counts).items()},
+            **self.seat.counts()
+            | {f"samples_{name}_total": count for name, count in asdict(self.drawer.counts).items()},
         )
 
     async def _drain(self, slots: list[asyncio.Task[None]]) -> None:
@@ -282,10 +301,11 @@ class Worker:
                 log.info("%s: the round of step %d is over, so it was sampled before", group.id, group.min_step)
                 await delivery.ack()
                 return
-            if place.suspect:
-                await self.tries.begin(group.id)
-            started = time.time()
-            samples = await self.drawer.draw(group, prompt_ids, delivery)
+            with self.seat.drawing():
+                if place.suspect:
+                    await self.tries.begin(group.id)
+                started = time.time()
+                samples = await self.drawer.draw(group, prompt_ids, delivery)
             if exact and not samples.drawn_under(group.min_step):
                 log.info("%s: interrupted by a switch of weights; it is drawn again", group.id)
                 continue
@@ -305,11 +325,12 @@ class Worker:
         self.tokens += len(group.samples.ids)
 
     async def _have_weights(self, group: Group, place: Place) -> bool:
-        """Wait for verified weights under which the group may be drawn. False when the service is to stop."""
+        """Wait for verified weights under which the group may be drawn, on an engine that is awake. False when the service is to
+        stop."""
         ctx, needed = self.ctx, group.min_step
-        while self.receiver.step < needed:
+        while self.receiver.step < needed or not self.seat.open:
             async with place.resting():
-                while not await self.receiver.wait_step(needed, POLL_S):
+                while not (await self.receiver.wait_step(needed, POLL_S) and await self.seat.opened(POLL_S)):
                     if ctx.stopping.is_set():
                         return False
                     with suppress(TransportError):  # the broker is away; it is looked up in the next round

@@ -7,6 +7,9 @@ Guarantees: `version`, `step` and `wait_step` tell only of weights that were ver
 wrong with a broadcast (a dead publisher, a deadline, other bytes) is answered as failed and made good from the newest
 snapshot; versions never go back. Torch-free: the engine's process is the member of the broadcast group, and only metadata
 passes through here. How an engine takes weights: engine_weights.py. tests/dcs/test_receiver.py, tests/dcs/test_weights.py.
+
+With `placement: colocate` an engine loses its weights when it sleeps (seat.py). It is filled again when it wakes, from the memory
+that the trainer shares; if that fails, from the snapshot, which is written a moment later.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -30,6 +34,7 @@ from services.dcs.snapshots import Manifest, SnapshotError
 from services.rollout.engine_weights import EngineWeights, WeightsRefused, timed
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
 from shared import failpoints
+from shared.config import ConfigError
 from shared.records import Announcement, Received
 from shared.service import Context, ServiceFailed
 from shared.wire import WireError, decode
@@ -37,7 +42,7 @@ from shared.wire import WireError, decode
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-How = Literal["broadcast", "snapshot", "delta", "folder"]
+How = Literal["broadcast", "shared", "snapshot", "delta", "folder"]
 
 FAR = "SLIPSTREAM_FAR"
 """Set: this replica is out of the broadcast's reach and pulls. `slipstream serve rollout --far` sets it."""
@@ -80,7 +85,12 @@ class WeightReceiver:
         """When the newest was read, and how long after the one before."""
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
-        self._far = not ctx.config.dcs.broadcast or bool(os.environ.get(FAR))
+        self._far = not ctx.config.dcs.broadcast or bool(os.environ.get(FAR)) or ctx.config.colocated
+        self._updating = asyncio.Lock()
+        self._asleep = self._empty = False
+        """No update may begin; the engine has no weights."""
+        self._wanted = 0
+        """The version that an empty engine is to be filled with, or a newer one."""
         self._following = self._leaving = False
         self._anew = False
         """Somebody wants it to fetch its weights again."""
@@ -119,6 +129,11 @@ class WeightReceiver:
                 f"the engine loaded other weights than version {start.version} holds ({error}); "
                 "is model.dtype what the trainer publishes and the engine runs in?"
             ) from error
+        if self._ctx.config.colocated and not self._weights.stages:
+            raise ConfigError(
+                "placement: colocate: the engine takes no weights by their names with this model or these options "
+                "(docs/sglang.md), and so none from shared memory; use placement: separate"
+            )
         await self._serve(start.version, start.step)
         await self._answer(start.version, start.step, start.manifest.digest, self._pulled, {})
         await self._join()
@@ -136,8 +151,9 @@ class WeightReceiver:
                     reading.result()
                     raise ServiceFailed("the reader of the weights stream ended by itself")
                 self._arrived.clear()
-                if self._newest is not None and (self._newest.version > self.version or self._anew):
-                    await self._update(self._newest)
+                async with self._updating:
+                    if self._newest is not None and self._due(self._newest.version):
+                        await self._update(self._newest)
         finally:
             self._following = False
             reading.cancel()
@@ -154,6 +170,28 @@ class WeightReceiver:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait_for(lambda: self.step >= min_step)
+            except TimeoutError:
+                return False
+        return True
+
+    async def sleep(self) -> None:
+        """No update begins until `wake`; returns when the one under way has ended or given up."""
+        self._asleep = True
+        self._arrived.set()
+        async with self._updating:
+            self._empty = True
+
+    def wake(self, version: int) -> None:
+        """The engine lost its weights: fill it with this version, or with a newer one."""
+        self._asleep, self._wanted = False, version
+        self._arrived.set()
+
+    async def filled(self, timeout_s: float) -> bool:
+        """Until the engine serves weights again; False when the time is up."""
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(lambda: not self._empty)
             except TimeoutError:
                 return False
         return True
@@ -202,8 +240,20 @@ class WeightReceiver:
                 self._heard = time.monotonic()
                 self._arrived.set()
 
+    def _due(self, version: int) -> bool:
+        """Whether the newest announced version is to be taken now."""
+        if self._asleep or (self._empty and version < self._wanted):
+            return False
+        return version > self.version or self._anew or self._empty
+
     async def _update(self, told: Announcement) -> None:
-        """By broadcast if this engine is in the group, else, or if that fails, from the newest snapshot."""
+        """From shared memory if it lies there, by broadcast if this engine is in the group, else, or if that fails, from the
+        newest snapshot."""
+        if told.shared is not None and not self._anew:
+            if told.shared["host"] == socket.gethostname() and await self._from_memory(told):
+                return
+            if not await self._written(told):
+                return
         rank = None if self._anew else await self._rank_in(told)
         if rank is None or not await self._by_broadcast(told, rank):
             await self._catch_up(told)
@@ -229,22 +279,42 @@ class WeightReceiver:
         except Refused:
             return True
 
+    async def _from_memory(self, told: Announcement) -> bool:
+        assert self._weights is not None
+        weights = self._weights
+        return await self._directly(told, "shared", lambda seconds: weights.take(told, seconds))
+
+    async def _written(self, told: Announcement) -> bool:
+        """Wait for the snapshot of a version that is announced before that is there. False: something else comes first."""
+        while self._newest is told and not self._asleep and not self._ctx.stopping.is_set():
+            with suppress(Refused):  # there is none yet
+                if int((await self._ask(self._dcs.latest))["version"]) >= told.version:
+                    return True
+            await self._back_off(POLL_S)
+        self._arrived.set()
+        return False
+
     async def _by_broadcast(self, told: Announcement, rank: int) -> bool:
         assert self._weights is not None
+        weights = self._weights
+        return await self._directly(told, "broadcast", lambda seconds: weights.receive(told, rank, seconds))
+
+    async def _directly(
+        self, told: Announcement, how: How, receive: Callable[[dict[str, float]], Awaitable[None]]
+    ) -> bool:
+        """Without files. False if it failed, which is answered."""
         seconds = {"notice": max(0.0, time.time() - told.at)}
         try:
             with timed(seconds, "total"):
-                await self._weights.receive(told, rank, seconds)
+                await receive(seconds)
         except EngineDead:
             raise
         except (EngineError, WeightsRefused, ManifestError) as error:
-            await self._answer(
-                told.version, told.step, told.digest, "broadcast", seconds, f"{type(error).__name__}: {error}"
-            )
+            await self._answer(told.version, told.step, told.digest, how, seconds, f"{type(error).__name__}: {error}")
             return False
         await self._serve(told.version, told.step)
         failpoints.reach("rollout.switched")
-        await self._answer(told.version, told.step, told.digest, "broadcast", seconds)
+        await self._answer(told.version, told.step, told.digest, how, seconds)
         return True
 
     async def _catch_up(self, told: Announcement) -> None:
@@ -256,7 +326,7 @@ class WeightReceiver:
                     with timed(seconds, "pull"):
                         pulled = await self._pull_newest()
                     manifest = pulled.manifest
-                    if manifest.version <= self.version and not self._anew:
+                    if manifest.version <= self.version and not self._anew and not self._empty:
                         return
                     await self._load(pulled.folder, manifest, seconds)
             except EngineDead:
@@ -302,7 +372,7 @@ class WeightReceiver:
     async def _serve(self, version: int, step: int) -> None:
         self._steps[version] = step
         async with self._changed:
-            self.version, self.step = version, step
+            self.version, self.step, self._empty = version, step, False
             self._changed.notify_all()
 
     async def _answer(

@@ -4,6 +4,8 @@
     take P groups -> forward and backward, micro-batch by micro-batch -> update -> receipts and weights
     now and then: copy the state -> write it while training goes on -> acknowledge what it covers
 
+With `placement: colocate` all P groups are awaited first, and then the turn on the device (turn.py); it is left after the update.
+
 This is the leader of the trainer's ranks; the others do what it does (ranks.py) and know no broker.
 
 Guarantees: one trainer a run (a lease; of two, the older is fenced by the queue, the DCS, the checkpoints and the ledger); a
@@ -38,6 +40,7 @@ from services.trainer.schedule import learning_rate
 from services.trainer.spread import Spread
 from services.trainer.start import Interrupted, Start, begin, meta_of
 from services.trainer.tensorfile import DiskFullError
+from services.trainer.turn import DeviceTurn
 from services.trainer.update import UpdateBatches
 from services.trainer.weights import WeightPublisher
 from services.trainer.wishes import unless_wished
@@ -82,14 +85,18 @@ async def train(ctx: Context) -> None:
         keep_best=keeping.keep_best,
         model_folder=ctx.config.path(ctx.config.model.path),
     )
+    turn = DeviceTurn(ctx)
+    if not await turn.take():
+        raise Interrupted("stopped before the engines left the device to the trainer")
     start = await begin(ctx, store)
+    turn.policy = start.policy
     try:
-        await go_on(ctx, start, store)
+        await go_on(ctx, start, store, turn)
     finally:
         await ctx.compute(start.policy.close)
 
 
-async def go_on(ctx: Context, start: Start, store: CheckpointStore) -> None:
+async def go_on(ctx: Context, start: Start, store: CheckpointStore, turn: DeviceTurn) -> None:
     publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
     version = await publisher.publish(start.step, start.policy.hf_tensors(), start.reason)
     intake = Intake(ctx, start.window, start.rollbacks, start.epoch)
@@ -100,8 +107,9 @@ async def go_on(ctx: Context, start: Start, store: CheckpointStore) -> None:
         if start.wish is not None:
             await rollback.done(ctx.kv)
         intake.follow()
-        await unless_wished(ctx, store, Training(ctx, start, store, publisher, intake, version).run())
+        await unless_wished(ctx, store, Training(ctx, start, store, publisher, intake, version, turn).run())
         await publisher.settled()
+        await turn.settled()
     finally:
         await intake.close()
         await publisher.close()
@@ -118,11 +126,12 @@ class Training:
         publisher: WeightPublisher,
         intake: Intake,
         version: int,
+        turn: DeviceTurn,
     ) -> None:
         self.ctx, self.config = ctx, ctx.config
         self.policy, self.roles = start.policy, start.roles
         self.step, self.version = start.step, version
-        self.publisher, self.intake = publisher, intake
+        self.publisher, self.intake, self.turn = publisher, intake, turn
         self.saver = Saver(ctx, store, start.policy.ranks, start.roles.states)
         self.loss = Objective("policy", ctx.config.algorithm)
         self.window_state = intake.window.state()
@@ -137,10 +146,12 @@ class Training:
             await self.settled()
         finally:
             await self.saver.close()
-        if self.step == self.config.steps:
+        if self.step == self.config.steps and await self.turn.take(self.config.drain_timeout_s):
             await self.ctx.compute(self.policy.save_hf, self.config.work_path / "model")
+        await self.rest()
 
     async def go(self) -> None:
+        await self.rest()
         while self.step < self.config.steps and not self.ctx.stopping.is_set():
             began = time.monotonic()
             batch = await self.accumulate()
@@ -163,10 +174,19 @@ class Training:
             self.report(groups, {**finish(sums), **outcome, "step_s": time.monotonic() - began})
             if last:
                 await self.ctx.vouch(self.cover(self.uncovered, self.step, self.version))
-            elif self.step % self.config.trainer.checkpoint.every == 0:
-                await self.checkpoint()
-        if self.uncovered and self.step < self.config.steps:
+            else:
+                if self.step % self.config.trainer.checkpoint.every == 0:
+                    await self.checkpoint()
+                await self.rest()
+        if self.uncovered and self.step < self.config.steps and await self.turn.take(self.config.drain_timeout_s):
             await self.checkpoint()
+
+    async def rest(self) -> None:
+        """Leave a shared device to the engines, on the newest weights."""
+        if not self.turn.held or not self.config.colocated:
+            return
+        version = await self.ctx.vouch(self.publisher.announced())
+        await self.turn.give(version, self.publisher.unshare)
 
     def take_in(self, batches: UpdateBatches, group: Group) -> list[Spread]:
         """The group with the columns that are made here; the micro-batches that can be trained on now."""
@@ -188,9 +208,12 @@ class Training:
         """The groups of the next update and the sums of their gradients, or None when the service is to stop."""
         batches = UpdateBatches(self.config, self.step)
         parts: list[dict[str, float]] = []
+        ahead = [] if self.turn.held else await self.all_groups()
+        if ahead is None:
+            return None
         while not batches.complete:
             await self.beat("waiting for groups")
-            group = await self.saver.unless_failed(self.intake.take(self.step))
+            group = ahead.pop(0) if ahead else await self.saver.unless_failed(self.intake.take(self.step))
             if group is None:
                 await self.ctx.compute(self.policy.discard)
                 return None
@@ -209,6 +232,20 @@ class Training:
             await self.ctx.compute(self.policy.discard)
             return None
         return batches.groups, merge(parts)
+
+    async def all_groups(self) -> list[Group] | None:
+        """All groups of the update, and with them the turn on the device: the engines have nothing more to do for it. None when
+        the service is to stop."""
+        groups: list[Group] = []
+        while len(groups) < self.config.groups_per_step:
+            await self.beat("waiting for groups")
+            if (group := await self.saver.unless_failed(self.intake.take(self.step))) is None:
+                return None
+            groups.append(group)
+        if self.config.deterministic and not await self.intake.until_settled(self.round_end()):
+            return None
+        failpoints.reach("trainer.complete")
+        return groups if await self.turn.take() else None
 
     def round_end(self) -> int:
         """Before the next weights exist, everything that is to be drawn under these has to be here (shared/rounds.py)."""
@@ -283,6 +320,7 @@ class Training:
             staleness_mean=sum(ages) / len(ages),
             staleness_max=max(ages),
             version=self.version,
+            **self.turn.counts(),
             **values,
         )
 

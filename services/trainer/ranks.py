@@ -231,6 +231,16 @@ class RankedPolicy:
         """Restore a saved state that every rank can read."""
         self._all("restore", folder=str(folder), prefix=prefix)
 
+    def sleep(self) -> None:
+        """Take all models of these ranks off the device (placement: colocate)."""
+        for name in self.ranks.models:
+            self.ranks.all("sleep", name)
+
+    def wake(self) -> None:
+        """Put them back."""
+        for name in self.ranks.models:
+            self.ranks.all("wake", name)
+
     def hf_specs(self) -> list[Spec]:
         return self.local.hf_specs()
 
@@ -284,6 +294,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "reset_optimizer": lambda model, options: model.reset_optimizer(OptimizerConfig.model_validate(options)),
     "load_hf": lambda model, folder: model.load_hf(folder),
     "hold_reference": lambda model, folder: model.hold_reference(folder),
+    "sleep": lambda model: model.sleep(),
+    "wake": lambda model: model.wake(),
     "restore": lambda model, folder, prefix: model.restore(folder, prefix),
     "hf_tensors": lambda model: _exhaust(model.hf_tensors()),
     "gradients": lambda model: _exhaust(model.gradients()),

@@ -1,8 +1,9 @@
 """A copy of the weights, made while training stands still for a moment: everything later works on the copy.
 
 The tensors lie one after another in flat uint8 buckets of about `dcs.bucket_mb`, each bucket of one dtype, so that a bucket
-is broadcast as it is and every tensor in it is aligned. Buckets are host memory and are used again for the next version. Each
-tensor is hashed as soon as it is copied, in other threads. `write_snapshot` makes the Hugging Face folder of it.
+is broadcast as it is and every tensor in it is aligned. Buckets are host memory and are used again for the next version, or
+segments of shared memory, new ones for each version (services/dcs/segments.py). Each tensor is hashed as soon as it is copied, in
+other threads. `write_snapshot` makes the Hugging Face folder of it.
 tests/dcs/test_publisher.py.
 """
 
@@ -12,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 
 from services.dcs import snapshots
 from services.dcs.digest import TensorSpec, checksum, digest, dtype_name
+from services.dcs.segments import Segment
 from services.trainer.model_folder import COPIED_FILES
 from services.trainer.tensorfile import Spec, TensorWriter
 
@@ -37,6 +39,8 @@ class Bucket:
     buffer: torch.Tensor
     used: int = 0
     indices: list[int] = field(default_factory=list)
+    segment: Segment | None = None
+    """What the buffer lies in, if others are to take it from there."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -61,17 +65,35 @@ class Copy:
     def nbytes(self) -> int:
         return sum(bucket.used for bucket in self.buckets)
 
+    def unshare(self) -> None:
+        """Nobody else will take it any more. It stays readable here."""
+        for bucket in self.buckets:
+            if bucket.segment is not None:
+                bucket.segment.close()
+
 
 class Copier:
     """Owns the buffers. One copy is in use at a time: `copy` overwrites the last one."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, segments: Callable[[], str] | None = None) -> None:
+        """`segments` gives names: each bucket is then shared memory of that name."""
         self._bucket_bytes = bucket_bytes
+        self._segments = segments
         self._spare: list[torch.Tensor] = []
 
     def copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Copy:
-        started = time.monotonic()
+        """Raises SegmentError if there is too little shared memory."""
         buckets: list[Bucket] = []
+        try:
+            return self._copy(tensors, buckets)
+        except BaseException:
+            for bucket in buckets:
+                if bucket.segment is not None:
+                    bucket.segment.close()
+            raise
+
+    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]], buckets: list[Bucket]) -> Copy:
+        started = time.monotonic()
         filling: dict[torch.dtype, Bucket] = {}
         found: list[tuple[str, str, tuple[int, ...], Future[str]]] = []
         spare, self._spare = self._spare, []
@@ -80,8 +102,10 @@ class Copier:
                 size = tensor.numel() * tensor.element_size()
                 bucket = filling.get(tensor.dtype)
                 if bucket is None or bucket.used + size > len(bucket.buffer):
-                    bucket = filling[tensor.dtype] = Bucket(tensor.dtype, self._buffer(size, spare))
+                    bucket = filling[tensor.dtype] = self._bucket(tensor.dtype, size, spare)
                     buckets.append(bucket)
+                if bucket.segment is not None:
+                    bucket.segment.reserve(bucket.used, size)
                 part = bucket.buffer[bucket.used : bucket.used + size]
                 part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
                 bucket.used += size
@@ -89,15 +113,18 @@ class Copier:
                 found.append((name, dtype_name(tensor), tuple(tensor.shape), hashers.submit(checksum, part.numpy())))
             copied = time.monotonic()
             specs = [TensorSpec(name, dtype, shape, sha.result()) for name, dtype, shape, sha in found]
-        self._spare = [bucket.buffer for bucket in buckets]
+        self._spare = [bucket.buffer for bucket in buckets if bucket.segment is None]
         return Copy(specs, buckets, copied - started, time.monotonic() - copied)
 
-    def _buffer(self, size: int, spare: list[torch.Tensor]) -> torch.Tensor:
+    def _bucket(self, dtype: torch.dtype, size: int, spare: list[torch.Tensor]) -> Bucket:
         wanted = max(size, self._bucket_bytes)
+        if self._segments is not None:
+            segment = Segment(self._segments(), wanted)
+            return Bucket(dtype, torch.frombuffer(segment.memory, dtype=torch.uint8), segment=segment)
         for index, buffer in enumerate(spare):
             if len(buffer) == wanted:
-                return spare.pop(index)
-        return torch.empty(wanted, dtype=torch.uint8, device="cpu")
+                return Bucket(dtype, spare.pop(index))
+        return Bucket(dtype, torch.empty(wanted, dtype=torch.uint8, device="cpu"))
 
 
 def write_snapshot(
@@ -113,11 +140,15 @@ def write_snapshot(
         for source in sorted(model_dir.glob(pattern)):
             shutil.copyfile(source, part / source.name)
             files.append(snapshots.FileEntry(source.name, *snapshots.hash_file(part / source.name)))
-    manifest = snapshots.Manifest(
-        version, step, copy.digest, files, copy.specs, [bucket.indices for bucket in copy.buckets]
-    )
+    manifest = manifest_of(copy, version, step, files)
     snapshots.complete(root, part, manifest)
     return manifest
+
+
+def manifest_of(copy: Copy, version: int, step: int, files: Sequence[snapshots.FileEntry] = ()) -> snapshots.Manifest:
+    """What identifies the copy as version `version`."""
+    buckets = [bucket.indices for bucket in copy.buckets]
+    return snapshots.Manifest(version, step, copy.digest, list(files), copy.specs, buckets)
 
 
 def _write_tensors(copy: Copy, part: Path) -> list[snapshots.FileEntry]:

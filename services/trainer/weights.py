@@ -6,30 +6,35 @@ copied, but no more. Guarantees: a version is announced only when its snapshot i
 member that is dead or stopped costs at most `dcs.timeout_s` and is left behind; a DCS that is away is waited for, and asked
 again without a second version arising. A trainer process is one publisher: when a newer one has published, this one is refused
 and must stop. tests/dcs/test_publisher.py, test_weights.py.
+
+With `placement: colocate` the copy lies in shared memory, and the version is announced with it at once; its snapshot is written
+afterwards, for those who come later. `unshare` removes what every engine has taken.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from services.dcs import collective, snapshots
+from services.dcs import collective, segments, snapshots
 from services.dcs.client import DcsClient, DcsUnavailable, Refused, persist
 from services.dcs.collective import CollectiveError
 from services.dcs.snapshots import Manifest
 from services.dcs.versions import FAILED_GRACE_S, JOIN_S
-from services.trainer.weight_copy import Copier, Copy, write_snapshot
+from services.trainer.weight_copy import Copier, Copy, manifest_of, write_snapshot
 from shared import failpoints
 from shared.network import own_address
 from shared.service import Context, ServiceFailed
@@ -42,7 +47,7 @@ STOP_GRACE_S = 3.0
 """How long a DCS that is away is still waited for once this service is to stop."""
 SETTLE_MARGIN_S = 10.0
 POLL_S = 5.0
-UPLOAD_FIRST = 412
+UPLOAD_FIRST, NOT_FOUND = 412, 404
 
 
 @dataclass(slots=True)
@@ -55,8 +60,11 @@ class Publication:
     seconds: dict[str, float]
     version: int = 0
     numbered: asyncio.Event = field(default_factory=asyncio.Event)
+    announced: asyncio.Event = field(default_factory=asyncio.Event)
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     """The copy is of no further use."""
+    manifest: Manifest | None = None
+    """Of the snapshot, once that is there."""
     group: dict[str, Any] | None = None
     """Whom it is sent to."""
     error: str = ""
@@ -81,7 +89,8 @@ class WeightPublisher:
         self._root = ctx.config.work_path / "snapshots"
         self._incarnation = uuid.uuid4().hex
         self._dcs = DcsClient(ctx.kv)
-        self._copier = Copier(self._options.bucket_mb << 20)
+        self._shared = ctx.config.colocated
+        self._copier = Copier(self._options.bucket_mb << 20, self._names() if self._shared else None)
         # Every call of torch.distributed is made in this one thread: building groups is not thread-safe.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         self._joined: Joined | None = None
@@ -91,6 +100,14 @@ class WeightPublisher:
         self._delivery: asyncio.Task[None] | None = None
         """Of the last publication; it is done after those before."""
         self._stop_seen = 0.0
+
+    def _names(self) -> Callable[[], str]:
+        """Of segments. Those of earlier trainers go: no engine is awake, and what they offered is not announced any more."""
+        prefix = segments.prefix(self._ctx.run, self._ctx.config.workdir)
+        if gone := segments.sweep(prefix):
+            log.info("removed %d segments of a trainer before this one", len(gone))
+        numbers = itertools.count()
+        return lambda: f"{prefix}{self._incarnation[:12]}-{next(numbers)}"
 
     async def publish(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]], reason: str) -> int:
         """Hand the weights after `step` updates over and return their version."""
@@ -105,8 +122,12 @@ class WeightPublisher:
             await self._until(self._last.sent, "waiting for the members")
         if self._delivery is not None and self._delivery.done():
             self._delivery.result()
+        self.unshare()
         seconds = {"publish_wait_s": time.monotonic() - started}
-        copy = await self._ctx.compute(self._copier.copy, tensors)
+        try:
+            copy = await self._ctx.compute(self._copier.copy, tensors)
+        except segments.SegmentError as error:
+            raise ServiceFailed(str(error)) from error
         seconds |= {"copy_s": copy.copy_s, "checksum_s": copy.checksum_s}
         self._last = Publication(step, reason, copy, seconds)
         self._delivery = asyncio.create_task(self._deliver(self._last, self._delivery))
@@ -116,6 +137,17 @@ class WeightPublisher:
         assert self._last is not None
         await self._until(self._last.numbered, "waiting for the DCS")
         return self._last.version
+
+    async def announced(self) -> int:
+        """The version of what was handed over last, once everybody can hear of it. Raises what went wrong."""
+        assert self._last is not None
+        await self._until(self._last.announced, "waiting for the DCS")
+        return self._last.version
+
+    def unshare(self) -> None:
+        """Everybody has taken what was handed over last, out of shared memory."""
+        if self._last is not None:
+            self._last.copy.unshare()
 
     async def settled(self) -> None:
         """Until the last publication is sent and answered, or its stragglers are left behind. Raises what went wrong."""
@@ -147,6 +179,7 @@ class WeightPublisher:
         except (ServiceFailed, DcsUnavailable, OSError) as error:
             log.warning("the last publication was not finished: %s", error)
         finally:
+            self.unshare()
             await self._in_thread(self._leave)
             self._thread.shutdown(wait=False)
             await self._dcs.close()
@@ -158,9 +191,16 @@ class WeightPublisher:
             if before is not None:
                 await before
             await self._number(publication)
-            await self._send(publication)
-            publication.sent.set()
-            await self._settle(publication)
+            if self._shared:
+                await self._send(publication, self._offer(publication))
+                await self._settle(publication)
+                await self._keep(publication)
+                publication.sent.set()
+            else:
+                await self._keep(publication)
+                await self._send(publication)
+                publication.sent.set()
+                await self._settle(publication)
         except DcsUnavailable as error:
             if not self._ctx.stopping.is_set() or not publication.version:
                 raise
@@ -186,13 +226,38 @@ class WeightPublisher:
         publication.version = int(answer["version"])
         publication.numbered.set()
 
-    async def _send(self, publication: Publication) -> None:
+    def _offer(self, publication: Publication) -> dict[str, Any]:
+        """Where engines of this host find the copy, and what it is."""
+        names = [bucket.segment.name for bucket in publication.copy.buckets if bucket.segment is not None]
+        manifest = manifest_of(publication.copy, publication.version, publication.step)
+        return {"manifest": asdict(manifest), "host": socket.gethostname(), "segments": names}
+
+    async def _keep(self, publication: Publication) -> None:
+        """Write the snapshot, where the DCS sees it or has it sent."""
         with _timed(publication, "snapshot_s"):
             manifest = await asyncio.to_thread(self._write, publication)
+            if self._shared and not await self._ask(lambda: self._sees(publication.version)):
+                await self._ask(lambda: self._upload(publication.version, manifest))
+        publication.manifest = manifest
         failpoints.reach("weights.snapshot")
+
+    async def _sees(self, version: int) -> bool:
+        try:
+            await self._dcs.manifest(version)
+        except Refused as refused:
+            if refused.status != NOT_FOUND:
+                raise
+            return False
+        return True
+
+    async def _upload(self, version: int, manifest: Manifest) -> None:
+        await self._dcs.upload(version, snapshots.folder(self._root, version), manifest)
+
+    async def _send(self, publication: Publication, offer: dict[str, Any] | None = None) -> None:
         await self._in_thread(self._meet)
         with _timed(publication, "announce_s"):
-            group = publication.group = await self._announce(publication, manifest)
+            group = publication.group = await self._announce(publication, offer)
+        publication.announced.set()
         failpoints.reach("weights.announced")
         if group is not None:
             publication.error = await self._in_thread(lambda: self._broadcast(publication, group))
@@ -224,7 +289,7 @@ class WeightPublisher:
             owner=self._incarnation,
         )
 
-    async def _announce(self, publication: Publication, manifest: Manifest) -> dict[str, Any] | None:
+    async def _announce(self, publication: Publication, offer: dict[str, Any] | None) -> dict[str, Any] | None:
         """Returns the group to send to."""
 
         async def tell() -> dict[str, Any]:
@@ -235,15 +300,16 @@ class WeightPublisher:
                 epoch=self._joined.epoch if self._joined else 0,
                 host=own_address(await self._dcs.host()),
                 port=self._spare.port,
+                offer=offer,
             )
 
         async def tell_with_files() -> dict[str, Any]:
             try:
                 return await tell()
             except Refused as refused:
-                if refused.status != UPLOAD_FIRST:
+                if refused.status != UPLOAD_FIRST or publication.manifest is None:
                     raise
-            await self._dcs.upload(publication.version, snapshots.folder(self._root, publication.version), manifest)
+            await self._upload(publication.version, publication.manifest)
             return await tell()
 
         return (await self._ask(tell_with_files))["group"]

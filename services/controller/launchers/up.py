@@ -28,6 +28,7 @@ from services.controller.launchers.local import Command, LocalLauncher, serve_co
 from services.controller.launchers.model import ensure_model
 from services.controller.launchers.resume import register
 from services.controller.launchers.session import BROKER_LOST, Interrupts, Outcome, Session
+from services.dcs import segments
 from shared import config as run_config
 from shared.config import ConfigError, RunConfig
 
@@ -93,6 +94,7 @@ async def _run(
         await session.close()
         launcher.signal(signal.SIGKILL)  # nothing is left unless the lines above raised
         await launcher.close()
+        segments.sweep(segments.prefix(config.run, config.workdir))  # of a trainer that was killed at the end
     if outcome.code == BROKER_LOST:  # and with it everything that a report could be made of
         console.print(outcome.why, markup=False, highlight=False)
         return BROKER_LOST
@@ -101,6 +103,11 @@ async def _run(
 
 async def the_launcher(config: RunConfig, run: Run, options: Options) -> Launcher:
     """Raises ConfigError if there is no Ray, or no such cluster."""
+    if config.colocated and options.launcher != "local":
+        raise ConfigError(
+            f"placement: colocate needs trainer and rollouts on one host, which --launcher {options.launcher} does not promise; "
+            "leave --launcher out, or use placement: separate"
+        )
     if options.launcher == "local":
         return LocalLauncher(options.command(run.url, config.run), config.work_path / "logs")
     try:

@@ -169,7 +169,7 @@ class EngineProcess:
         options |= {"weight_version": weight_version} | (rollout.light if rollout.engine == "light" else rollout.sglang)
         if rollout.engine == "sglang":
             options |= {"in_place": rollout.on_new_weights == "in_place", "hooks": rollout.sglang_hooks}
-            options |= {"python": rollout.sglang_python}
+            options |= {"python": rollout.sglang_python, "memory_saver": config.colocated}
         return await cls.start(rollout.engine, folder, options, ready_timeout_s=rollout.start_timeout_s)
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from services.rollout.engines.client import EngineClient, EngineDead
@@ -18,8 +19,11 @@ STEP_S = 30.0
 """What the answer that it makes steps may take: an engine waits for its next step with it."""
 
 
-async def until_hung(url: str, *, silent_s: float, stuck_s: float) -> NoReturn:
-    """Raises EngineDead when the engine has answered nothing for `silent_s`, or has made no step for `stuck_s`."""
+async def until_hung(
+    url: str, *, silent_s: float, stuck_s: float, asleep: Callable[[], bool] = lambda: False
+) -> NoReturn:
+    """Raises EngineDead when the engine has answered nothing for `silent_s`, or has made no step for `stuck_s` while not
+    `asleep`."""
     async with EngineClient(url, timeout_s=ANSWER_S) as engine:
         heard = stepped = time.monotonic()
         while True:
@@ -27,7 +31,9 @@ async def until_hung(url: str, *, silent_s: float, stuck_s: float) -> NoReturn:
             answers = await engine.answers()
             if answers:
                 heard = time.monotonic()
-                if await engine.steps(STEP_S):
+                if asleep():
+                    stepped = heard
+                elif await engine.steps(STEP_S):
                     heard = stepped = time.monotonic()
             if (silence := time.monotonic() - heard) > silent_s and not answers:
                 raise EngineDead(504, f"the engine at {url} hangs: no answer for {silence:.0f} s")

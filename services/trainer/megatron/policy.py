@@ -36,6 +36,7 @@ from services.trainer.hf_folder import save_hf
 from services.trainer.layout import Layout, layout_of
 from services.trainer.megatron.groups import init_distributed, init_groups
 from services.trainer.megatron.model import TRANSFORMER_ENGINE, build_chunks
+from services.trainer.megatron.offload import Offload, tensors_of
 from services.trainer.megatron.optimizer import GRADIENT, Optimizer
 from services.trainer.megatron.options import native_options, transformer_config
 from services.trainer.megatron.sharding import Shards
@@ -84,6 +85,7 @@ class Policy:
         self._optimizer: Optimizer | None = None
         self._clip, self._reduced = 0.0, False
         self._reference: dict[str, torch.Tensor] | None = None
+        self._offload = Offload()
         if role != "reference":
             options = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **self._native.ddp})
             self._models = [
@@ -305,6 +307,23 @@ class Policy:
             raise RuntimeError("no reference is held: call hold_reference first")
         for name, parameter in self.shards.held.items():
             parameter.data, self._reference[name] = self._reference[name], parameter.data
+
+    # --------------------------------------------------------------------------------------------- sharing the device
+
+    def sleep(self) -> None:
+        """Leave the device to others: all that lies there goes into host memory until `wake`. On a CPU it is there already."""
+        if self.device.type != "cpu":
+            self._offload.off(self.resident())
+
+    def wake(self) -> None:
+        """Back to where it was."""
+        self._offload.back()
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """What lies on the device between two updates."""
+        optimizers = [] if self._optimizer is None else self._optimizer.megatron.chained_optimizers
+        yield from tensors_of(self._models, (part.optimizer for part in optimizers))
+        yield from (self._reference or {}).values()
 
     def _state(self, prefix: str) -> State:
         return State(self.shards, self._trained(), self.device, self._reference, prefix)

@@ -55,6 +55,8 @@ class Settings:
     hooks: bool = True
     python: str | None = None
     in_place: bool = False
+    memory_saver: bool = False
+    """The device is shared: it must be able to give its memory back. On a CPU SGLang cannot."""
 
 
 def on_cpu(device: str) -> bool:
@@ -77,6 +79,8 @@ def server_options(settings: Settings, native: Mapping[str, Any]) -> dict[str, A
         options |= ON_CPU
     if settings.in_place:
         options |= IN_PLACE
+    if settings.memory_saver and not on_cpu(settings.device):
+        options["enable_memory_saver"] = True
     return options | {name.lstrip("-").replace("-", "_"): value for name, value in native.items()}
 
 
