@@ -182,8 +182,8 @@ def _colocated(run: RunConfig) -> Iterator[str]:
         )
     if rollout.engine == "external":
         yield (
-            "rollout.engine: with placement: colocate the replica has to know that its engine is on this device, and that it ends "
-            "with it, which nobody knows of an external one; use sglang or light"
+            "rollout.engine: with placement: colocate the replica has to know that its engine is on this device, and that it "
+            "ends with it, which nobody knows of an external one; use sglang or light"
         )
     if not rollout.sglang_hooks:
         yield (

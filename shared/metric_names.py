@@ -41,6 +41,7 @@ def _counter(services: tuple[str, ...], unit: str, **help: str) -> list[Declared
     return [Declared(names[name], services, "counter", unit, text) for name, text in help.items()]
 
 
+COLOCATED = ("rollout", "trainer")
 TRAINER, CONTROLLER, DCS, ROLLOUT, REWARD = ("trainer",), ("controller",), ("dcs",), ("rollout",), ("reward",)
 
 DECLARED: tuple[Declared, ...] = (
@@ -48,8 +49,20 @@ DECLARED: tuple[Declared, ...] = (
         ANY,
         "seconds",
         busy_s="working: an update, a group being sampled, a call being scored",
-        wait_s__each="waiting, by what for: `groups`, `weights`, `checkpoint`, `prompts`, `receipts`, `reward`, ...",
+        wait_s__each="waiting, by what for: `groups`, `weights`, `checkpoint`, `prompts`, `receipts`, `reward`, `turn`, ...",
         cpu_s="CPU time of the process and all its children",
+    ),
+    *_counter(
+        COLOCATED,
+        "count",
+        sleeps_total="times it left the device to the others (`placement: colocate`)",
+        wakes_total="times it took it again",
+    ),
+    *_counter(
+        COLOCATED,
+        "seconds",
+        sleep_s_total="what leaving the device took: weights and cache, or models and optimiser, given back",
+        wake_s_total="what taking it again took; of an engine with its new weights",
     ),
     *_gauge(
         TRAINER,

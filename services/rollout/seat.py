@@ -152,7 +152,7 @@ class Seat:
     # -- taking turns -------------------------------------------------------------------------------------------------
 
     async def _look(self, turns: Turns, engine: EngineClient, receiver: Receiver) -> None:
-        seat = turns.seats.get(self._ctx.replica)
+        seat = turns.seat(self._ctx.replica)
         mine = seat is not None and seat.incarnation == self._incarnation
         if turns.holder == "trainer":
             if self.state != "asleep":
@@ -208,6 +208,6 @@ class Seat:
             raise ConfigError("--far: with placement: colocate every replica is on the trainer's device; leave it out")
         if turns.host not in ("", here := socket.gethostname()):
             raise ConfigError(
-                f"placement: colocate: the trainer's device is on {turns.host}, but this replica is on {here}; start it there, or "
-                "use placement: separate"
+                f"placement: colocate: the trainer's device is on {turns.host}, but this replica is on {here}; start it there, "
+                "or use placement: separate"
             )

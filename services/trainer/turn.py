@@ -3,9 +3,9 @@
     take: ask, wait until no engine is awake, put the models back on the device
     give: take the models off the device, let the engines wake on the newest weights
 
-Guarantees: between `take` and `give` no engine holds the device; an engine whose replica is gone is not waited for; a trainer that
-starts anew takes the turn before it loads anything; one that was replaced is refused and must stop. Until every engine has taken
-the weights they stay in shared memory, and no longer. With `placement: separate` all of this does nothing. The rules are
+Guarantees: between `take` and `give` no engine holds the device; an engine whose replica is gone is not waited for; a trainer
+that starts anew takes the turn before it loads anything; one that was replaced is refused and must stop. Until every engine has
+taken the weights they stay in shared memory, and no longer. With `placement: separate` all of this does nothing. The rules are
 shared/turns.py's. tests/trainer/test_turn.py.
 """
 

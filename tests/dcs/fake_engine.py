@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from services.dcs import collective
+from services.dcs import collective, segments
 from services.dcs.digest import TensorSpec, digest, dtype_name, tensor_checksum
 from services.rollout.engines.client import Checksums, EngineDead, EngineError, EngineTimeout
 
@@ -57,6 +57,18 @@ class Holder:
         for (name, dtype, shape), part in zip(kinds, bucket.split(sizes), strict=True):
             target[name] = part.view(dtype).view(shape)
 
+    def take(self, specs: list[tuple[str, str, tuple[int, ...]]], segment: str, corrupt: bool) -> None:
+        kinds = [(name, getattr(torch, dtype), shape) for name, dtype, shape in specs]
+        sizes = [prod(shape) * dtype.itemsize for _, dtype, shape in kinds]
+        bucket = torch.frombuffer(segments.attach(segment, sum(sizes)), dtype=torch.uint8)
+        if corrupt:
+            bucket[0] ^= 1
+        for (name, dtype, shape), part in zip(kinds, bucket.split(sizes), strict=True):
+            self.staged[name] = part.view(dtype).view(shape)
+
+    def forget(self) -> None:
+        self.live = {}
+
     def load(self, folder: str, staged: bool) -> None:
         (self.staged if staged else self.live).update(self.read(folder))
 
@@ -73,6 +85,9 @@ class Holder:
     def value(self) -> float:
         return float(self.live["scale"])
 
+    def value_or_nothing(self) -> float:
+        return float(self.live.get("scale", torch.nan))
+
 
 def _serve(folder: str, calls: Connection) -> None:
     torch.set_num_threads(1)
@@ -81,7 +96,7 @@ def _serve(folder: str, calls: Connection) -> None:
         name, arguments = calls.recv()
         try:
             calls.send((getattr(holder, name)(*arguments), ""))
-        except collective.CollectiveError as error:
+        except (collective.CollectiveError, segments.SegmentError) as error:
             calls.send((None, str(error)))
 
 
@@ -99,6 +114,7 @@ class FakeEngine:
         """Calls in their order."""
         self.version = "default"
         self.paused = self.open = False
+        self.asleep = False
         self.corrupt = 0
         """How many of the next buckets get a wrong byte."""
         self.hold = asyncio.Event()
@@ -156,6 +172,28 @@ class FakeEngine:
     async def resume(self) -> None:
         self.log.append("resume")
         self.paused = False
+
+    async def release_memory(self) -> None:
+        """As of a GPU: what was released does not come back."""
+        assert self.paused
+        self.log.append("release")
+        await self._call("forget")
+        self.asleep = True
+
+    async def resume_memory(self) -> None:
+        self.log.append("take")
+        self.asleep = False
+        await self._call("value_or_nothing")
+
+    async def update_from_shared(
+        self, tensors: Iterable[Any], segment: str, weight_version: str | None = None, timeout_s: float = 30.0
+    ) -> None:
+        assert self.open
+        await self.hold.wait()
+        self.log.append("shared")
+        listed = [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        corrupt, self.corrupt = self.corrupt > 0, max(0, self.corrupt - 1)
+        await self._call("take", listed, segment, corrupt)
 
     async def begin_update(self) -> bool:
         if self.open:

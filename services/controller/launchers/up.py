@@ -166,6 +166,12 @@ def summary(built: dict[str, Any], outcome: Outcome, options: Options) -> list[s
             f"reward {built['reward_first']:.3f} -> {built['reward_last']:.3f} (mean of the last {window} steps)"
         )
         lines.append(f"oldest trained token {built['staleness_max']} steps, bound {built['staleness_bound']}")
+    if turns := built.get("turns"):
+        told = [
+            f"{service} {found.get('sleeps', 0):.0f} sleeps, {found.get('wakes', 0):.0f} wakes"
+            for service, found in turns.items()
+        ]
+        lines.append(f"turns on the shared device: {'; '.join(told)}")
     if (before := built["evaluation"]["before"]) is not None:
         after = built["evaluation"]["after"]
         lines.append(f"held-out reward {before:.3f}" + (f" -> {after:.3f}" if after is not None else ""))
