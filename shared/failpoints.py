@@ -63,7 +63,7 @@ TURN_POINTS = {
     "rollout.slept": "the table knows it",
     "rollout.took": "the new weights are served, and the table knows it",
 }
-"""Likewise, on a device that trainer and engines share (tests/e2e/test_colocate.py)."""
+"""Likewise, on a device that trainer and engines share (tests/chaos/test_colocate.py)."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Weights that are announced before there is a snapshot, because the engines take them from the trainer's memory.
 
 What `POST /versions/{v}/announce` holds then in place of a finished snapshot (`placement: colocate`, docs/colocate.md). The
-manifest is checked like one that lies on disk: its tensors have the version's digest. tests/dcs/test_service.py.
+manifest is checked like one that lies on disk: its tensors have the version's digest. tests/dcs/test_colocate.py.
 """
 
 from __future__ import annotations

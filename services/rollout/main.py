@@ -241,8 +241,7 @@ class Worker:
             running=self.running,
             engine_errors_total=self.engine_errors,
             engine_timeouts_total=self.engine_timeouts,
-            **self.seat.counts()
-            | {f"samples_{name}_total": count for name, count in asdict(self.drawer.counts).items()},
+            **{f"samples_{name}_total": count for name, count in asdict(self.drawer.counts).items()},
         )
 
     async def _drain(self, slots: list[asyncio.Task[None]]) -> None:

@@ -6,7 +6,7 @@
 Guarantees: the engine holds the device only while the table says that it is awake; nothing is drawn, and no weights are loaded,
 but in the engines' turn; a request is never interrupted by the trainer's turn; an engine that cannot be put to sleep or woken
 counts as dead, so that another one is started. With `placement: separate` the gate is always open. The rules are
-shared/turns.py's, what the engine does is tests/contract/test_sleep.py's. tests/rollout/test_seat.py.
+shared/turns.py's, what the engine does is tests/contract/test_sleep.py's. tests/dcs/test_colocate.py.
 """
 
 from __future__ import annotations
@@ -122,17 +122,6 @@ class Seat:
             if not self._drawing:
                 self._idle.set()
 
-    def counts(self) -> dict[str, float]:
-        """For the metrics; nothing where nobody shares a device."""
-        if not self._shared:
-            return {}
-        return {
-            "sleeps_total": self.sleeps,
-            "wakes_total": self.wakes,
-            "sleep_s_total": self.sleep_s,
-            "wake_s_total": self.wake_s,
-        }
-
     async def run(self, engine: EngineClient, receiver: Receiver) -> None:
         """Take turns with the trainer until cancelled. Raises EngineDead."""
         if not self._shared:
@@ -182,6 +171,7 @@ class Seat:
         failpoints.reach("rollout.asleep")
         await self._table.change(lambda turns: turns.sleep(self._ctx.replica, self._incarnation))
         failpoints.reach("rollout.slept")
+        self._emit()
 
     async def _wake(self, version: int, engine: EngineClient, receiver: Receiver) -> None:
         if not await self._sit_down():
@@ -198,6 +188,12 @@ class Seat:
         self.state = "awake"
         self.wakes, self.wake_s = self.wakes + 1, self.wake_s + time.monotonic() - self._woken
         self._open.set()
+        self._emit()
+
+    def _emit(self) -> None:
+        self._ctx.metrics.emit(
+            sleeps_total=self.sleeps, wakes_total=self.wakes, sleep_s_total=self.sleep_s, wake_s_total=self.wake_s
+        )
 
     async def _sit_down(self) -> bool:
         replica, incarnation = self._ctx.replica, self._incarnation

@@ -320,7 +320,6 @@ class Training:
             staleness_mean=sum(ages) / len(ages),
             staleness_max=max(ages),
             version=self.version,
-            **self.turn.counts(),
             **values,
         )
 

@@ -6,7 +6,7 @@
 Guarantees: between `take` and `give` no engine holds the device; an engine whose replica is gone is not waited for; a trainer
 that starts anew takes the turn before it loads anything; one that was replaced is refused and must stop. Until every engine has
 taken the weights they stay in shared memory, and no longer. With `placement: separate` all of this does nothing. The rules are
-shared/turns.py's. tests/trainer/test_turn.py.
+shared/turns.py's. tests/dcs/test_colocate.py.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class DeviceTurn:
         except Replaced as error:
             raise ServiceFailed(str(error)) from error
         failpoints.reach("trainer.gave")
+        self._ctx.metrics.emit(**self._counts())
         self._tidying = asyncio.create_task(self._tidy(version, unshare))
 
     async def settled(self) -> None:
@@ -99,10 +100,7 @@ class DeviceTurn:
             await self._ctx.vouch(self._ctx.stop_or(waiting))
         await self._tidied()
 
-    def counts(self) -> dict[str, float]:
-        """For the metrics; nothing where nobody shares a device."""
-        if not self._ctx.config.colocated:
-            return {}
+    def _counts(self) -> dict[str, Any]:
         return {
             "sleeps_total": self.sleeps,
             "wakes_total": self.wakes,

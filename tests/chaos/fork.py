@@ -82,9 +82,12 @@ class Forks:
         self._living[replica] = process, point
 
     def send(self, replica: str, number: signal.Signals) -> None:
+        os.kill(self.pid(replica), number)
+
+    def pid(self, replica: str) -> int:
         process, _ = self._living[replica]
         assert process.pid is not None
-        os.kill(process.pid, number)
+        return process.pid
 
     def doom(self, replica: str) -> None:
         """It is expected to end before the run does, and not to be started again."""
