@@ -87,6 +87,23 @@ def test_where_the_trainers_time_went():
     assert built["trainer_idle_share"] == {"groups": 0.3, "weights": 0.1}
 
 
+def test_turns_on_a_shared_device_are_counted_over_restarts():
+    evidence = runs.sound()
+    assert "turns" not in report.build(evidence)
+    evidence.config.placement = "colocate"
+    evidence.metrics += [
+        runs.metric("trainer", {"sleeps_total": 3.0, "wakes_total": 2.0, "sleep_s_total": 0.5}),
+        runs.metric("rollout", {"sleeps_total": 2.0}, "a"),
+        runs.metric("rollout", {"sleeps_total": 1.0}, "a"),  # another engine: counts from zero
+        runs.metric("rollout", {"sleeps_total": 4.0, "wake_s_total": 1.0}, "b"),
+    ]
+    turns = report.build(evidence)["turns"]
+    assert turns == {
+        "trainer": {"sleeps": 3.0, "wakes": 2.0, "sleep_s": 0.5},
+        "rollout": {"sleeps": 7.0, "wake_s": 1.0},
+    }
+
+
 def test_a_run_that_never_started_has_a_report_too():
     evidence = runs.sound()
     evidence.receipts, evidence.drawn, evidence.announced, evidence.received = [], [], [], []

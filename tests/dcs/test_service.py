@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from services.dcs import snapshots
 from services.dcs.client import DcsUnavailable, Refused
 from services.dcs.coordinator import Coordinator, SnapshotMissing
 from services.dcs.main import main as dcs_main
-from services.dcs.snapshots import Manifest
+from services.dcs.offers import Offer
+from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.versions import STATE_KEY, State
-from services.trainer.weight_copy import Copier, write_snapshot
+from services.trainer.weight_copy import Copier, manifest_of, write_snapshot
 from shared.broker import EmbeddedBroker
 from shared.config import ConfigError
 from shared.errors import AlreadyActive, Conflict
@@ -83,7 +85,7 @@ async def test_an_announcement_that_was_stored_is_told_by_the_next_process(make_
     version = await allocate(dcs, 1)
     manifest = snapshot(world, version, 1)
 
-    async def killed(*_: object) -> None:
+    async def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     dcs._publish = killed  # type: ignore[method-assign]
@@ -277,3 +279,39 @@ async def test_seen_from_outside_it_asks_for_the_token(make_world: Any, monkeypa
     monkeypatch.delenv("SLIPSTREAM_TOKEN")
     with pytest.raises(ConfigError, match="asks for a token"):
         await world.dcs.allocate(publisher="p", step=0, digest="0" * 64, reason="")
+
+
+async def test_weights_offered_in_memory_are_told_before_there_is_a_snapshot(make_world: object) -> None:
+    """Also by a DCS that was killed between decision and publication: the publisher asks again."""
+    world: World = await make_world(placement="colocate")  # type: ignore[operator]
+    dcs = await coordinator(world)
+    version = await allocate(dcs, 1)
+    copy = Copier(MiB).copy(weights(1.0).items())
+    manifest = manifest_of(copy, version, 1)
+    offer = Offer(asdict(manifest), "here", ["slipstream-a", "slipstream-b"])
+    with pytest.raises(SnapshotMissing):
+        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+    for wrong in (
+        replace(offer, segments=[]),
+        Offer(asdict(manifest_of(copy, version + 1, 1)), "here", offer.segments),
+    ):
+        with pytest.raises(SnapshotError, match="what is offered is not version"):
+            await dcs.announce(version, "p", 0, "127.0.0.1", 7001, wrong)
+    dcs._publish = _killed  # type: ignore[method-assign]
+    with pytest.raises(ConnectionAbortedError):
+        await dcs.announce(version, "p", 0, "127.0.0.1", 7001, offer)
+    dcs = await coordinator(world)
+    assert await world.announced() == []
+    await dcs.announce(version, "p", 0, "127.0.0.1", 7001, offer)
+    (told,) = await world.announced()
+    assert told.shared == {"host": "here", "segments": ["slipstream-a", "slipstream-b"]}
+    assert (told.digest, told.buckets) == (manifest.digest, manifest.buckets)
+    assert dcs.latest() is None
+    snapshot(world, version, 1)
+    latest = dcs.latest()
+    assert latest is not None
+    assert latest.version == version
+
+
+async def _killed(*_: object, **__: object) -> None:
+    raise ConnectionAbortedError
