@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
-from services.rollout.engines.client import EngineClient, EngineDead, EngineError
+from services.rollout.engines.client import EngineClient, EngineDead, EngineError, MemoryTag
 from services.rollout.weights import FAR
 from shared import failpoints
 from shared.config import ConfigError
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 POLL_S = (0.02, 0.25)
 """Shortest and longest pause between two looks at the table."""
 LEAVE_DEADLINE_S = 5.0
+WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
+REST: tuple[MemoryTag, ...] = ("kv_cache", "cuda_graph")
+"""Taken when the weights are there: so the cache need not be cleared of old ones, and less memory is held at once."""
 
 
 class Receiver(Protocol):
@@ -165,7 +168,7 @@ class Seat:
         failpoints.reach("rollout.idle")
         await receiver.sleep()
         await engine.pause("retract")
-        await engine.release_memory()
+        await engine.release_memory(WEIGHTS if self.state == "waking" else (*WEIGHTS, *REST))
         self.state = "asleep"
         self.sleeps, self.sleep_s = self.sleeps + 1, self.sleep_s + time.monotonic() - started
         failpoints.reach("rollout.asleep")
@@ -178,12 +181,13 @@ class Seat:
             return
         self._woken = time.monotonic()
         failpoints.reach("rollout.entered")
-        await engine.resume_memory()
+        await engine.resume_memory(WEIGHTS)
         self.state = "waking"
         receiver.wake(version)
 
     async def _awake(self, engine: EngineClient) -> None:
-        """The weights are there and verified."""
+        """The weights are there and verified; the cache was not needed before."""
+        await engine.resume_memory(REST)
         await engine.resume()
         self.state = "awake"
         self.wakes, self.wake_s = self.wakes + 1, self.wake_s + time.monotonic() - self._woken

@@ -49,12 +49,13 @@ async def test_an_engine_sleeps_and_wakes_on_new_weights(engine: Served, a: Mode
         asked = asyncio.create_task(engine.sample(PROMPTS[0], temperature=0, max_new_tokens=8))
         await asyncio.sleep(0.2)
         assert not asked.done()
-        await client.resume_memory()
+        await client.resume_memory(["weights"])
         with shared(model.folder) as (segment, listed):
             await client.begin_update()
             await client.update_from_shared(listed, segment.name, version)
         assert (await client.checksums()).digest == digest(specs(model.folder))
         await client.end_update()
+        await client.resume_memory(["kv_cache", "cuda_graph"])
         await client.resume()
         (answer,) = await asked
         assert answer["output_ids"] == tiny.greedy(model.reference, PROMPTS[0], 8)

@@ -115,6 +115,7 @@ class FakeEngine:
         self.version = "default"
         self.paused = self.open = False
         self.asleep = False
+        self.released: set[str] = set()
         self.corrupt = 0
         """How many of the next buckets get a wrong byte."""
         self.hold = asyncio.Event()
@@ -173,14 +174,18 @@ class FakeEngine:
         self.log.append("resume")
         self.paused = False
 
-    async def release_memory(self) -> None:
-        """As of a GPU: what was released does not come back."""
+    async def release_memory(self, tags: Iterable[str] = ()) -> None:
+        """As of a GPU: what was released does not come back, and cannot be released twice."""
         assert self.paused
+        assert not self.released & set(tags)
+        self.released |= set(tags)
         self.log.append("release")
         await self._call("forget")
         self.asleep = True
 
-    async def resume_memory(self) -> None:
+    async def resume_memory(self, tags: Iterable[str] = ()) -> None:
+        assert self.released >= set(tags)
+        self.released -= set(tags)
         self.log.append("take")
         self.asleep = False
         await self._call("value_or_nothing")

@@ -128,6 +128,7 @@ async def _holds(replica: Replica, seat: Seat, running: asyncio.Task[None], vers
     await until(serves, f"version {version} is served")
     assert await replica.engine.value() == value
     assert not replica.engine.paused
+    assert not replica.engine.released
 
 
 async def test_turns_are_taken_and_weights_go_through_shared_memory(run: Colocated) -> None:
