@@ -131,6 +131,16 @@ async def _holds(replica: Replica, seat: Seat, running: asyncio.Task[None], vers
     assert not replica.engine.released
 
 
+async def answers(run: Colocated, version: int, count: int) -> list[tuple[str, bool]]:
+    """What the replicas said of a version; they serve it a moment before."""
+
+    async def told() -> bool:
+        return len(await run.world.received(version)) >= count
+
+    await until(told, f"{count} answers to version {version}")
+    return [(one.how, one.ok) for one in await run.world.received(version)]
+
+
 async def test_turns_are_taken_and_weights_go_through_shared_memory(run: Colocated) -> None:
     trainer = await run.trainer()
     await run.world.publish(trainer.publisher, 0)
@@ -140,17 +150,13 @@ async def test_turns_are_taken_and_weights_go_through_shared_memory(run: Colocat
         version = await trainer.update(run.world, step)
         await holds(seats, version, float(step))
         await until(lambda: run.shared() == [], "the segments go when both have taken them")
-        received = await run.world.received(version)
-        assert [one.how for one in received] == ["shared", "shared"]
-        assert all(one.ok for one in received)
+        assert await answers(run, version, 2) == [("shared", True)] * 2
     assert run.device.turns == 4
     assert (trainer.turn.sleeps, trainer.turn.wakes) == (4, 3)
-    for _, seat, _ in seats:
-        assert (seat.sleeps, seat.wakes) == (3, 3)
+    assert [(seat.sleeps, seat.wakes) for _, seat, _ in seats] == [(3, 3)] * 2
     assert [told.step for told in await run.world.announced()] == [0, 1, 2, 3]
     await trainer.publisher.settled()
-    latest = await run.world.dcs.latest()
-    assert latest["version"] == version  # its snapshot is there for newcomers
+    assert (await run.world.dcs.latest())["version"] == version, "its snapshot is there for newcomers"
 
 
 async def test_a_request_that_runs_is_waited_for(run: Colocated) -> None:
@@ -178,7 +184,7 @@ async def test_without_the_segments_the_snapshot_is_taken(run: Colocated) -> Non
     trainer.publisher.unshare()
     version = await trainer.give()
     await holds(seats, version, 1.0)
-    assert [(one.how, one.ok) for one in await run.world.received(version)] == [("shared", False), ("snapshot", True)]
+    assert await answers(run, version, 2) == [("shared", False), ("snapshot", True)]
 
 
 async def test_a_flipped_bit_is_refused_and_made_good(run: Colocated) -> None:
@@ -189,7 +195,7 @@ async def test_a_flipped_bit_is_refused_and_made_good(run: Colocated) -> None:
     seats[0][0].engine.corrupt = 1
     version = await trainer.update(run.world, 1)
     await holds(seats, version, 1.0)
-    assert [(one.how, one.ok) for one in await run.world.received(version)] == [("shared", False), ("snapshot", True)]
+    assert await answers(run, version, 2) == [("shared", False), ("snapshot", True)]
 
 
 async def test_a_replica_that_died_awake_is_not_waited_for(run: Colocated) -> None:
@@ -203,9 +209,8 @@ async def test_a_replica_that_died_awake_is_not_waited_for(run: Colocated) -> No
     replica.engine.close()
     version = await trainer.update(run.world, 1)
     await holds(others, version, 1.0)
-    assert [event.detail["replicas"] for event in await run.world.events() if event.kind == "turn_put_out"] == [
-        ["rollout-a"]
-    ]
+    told = [event.detail["replicas"] for event in await run.world.events() if event.kind == "turn_put_out"]
+    assert told == [["rollout-a"]]
 
 
 async def test_a_replica_that_is_started_again_is_seen_at_once(run: Colocated) -> None:
