@@ -270,11 +270,13 @@ class Training:
         """Free the groups' slots, and hand the new weights over: they get their number while the next update is under way."""
         with self.ctx.metrics.wait("weights"):
             self.version = await self.publisher.numbered()
-            telling = asyncio.gather(
-                self.intake.write(receipts),
-                self.publisher.hand_over(self.step, self.policy.hf_tensors(), "update"),
-            )
-            await self.ctx.vouch(telling)
+            handing = self.publisher.hand_over(self.step, self.policy.hf_tensors(), "update")
+            if self.step == self.config.steps:  # the run is over with these receipts, and the DCS may leave
+                await self.ctx.vouch(handing)
+                await self.ctx.vouch(self.publisher.announced())
+                await self.ctx.vouch(self.intake.write(receipts))
+            else:
+                await self.ctx.vouch(asyncio.gather(self.intake.write(receipts), handing))
         failpoints.reach("trainer.told")
 
     async def checkpoint(self) -> None:
