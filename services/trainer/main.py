@@ -146,7 +146,7 @@ class Training:
             await self.settled()
         finally:
             await self.saver.close()
-        if self.step == self.config.steps and await self.turn.take(self.config.drain_timeout_s):
+        if self.step == self.config.steps and await self.may_save("the model folder"):
             await self.ctx.compute(self.policy.save_hf, self.config.work_path / "model")
         await self.rest()
 
@@ -178,8 +178,16 @@ class Training:
                 if self.step % self.config.trainer.checkpoint.every == 0:
                     await self.checkpoint()
                 await self.rest()
-        if self.uncovered and self.step < self.config.steps and await self.turn.take(self.config.drain_timeout_s):
+        if self.uncovered and self.step < self.config.steps and await self.may_save("the last updates"):
             await self.checkpoint()
+
+    async def may_save(self, what: str) -> bool:
+        """The device, for something that is saved before this service leaves; at most as long as leaving may take."""
+        if await self.turn.take(self.config.drain_timeout_s):
+            return True
+        text = f"{what}: the engines did not leave the device in time; whoever goes on does it again"
+        await self.ctx.events.publish("not_saved", text, step=self.step)
+        return False
 
     async def rest(self) -> None:
         """Leave a shared device to the engines, on the newest weights."""
