@@ -19,7 +19,7 @@ from services.dcs import segments
 from shared.failpoints import TURN_POINTS
 from shared.turn_table import TurnTable
 from tests.chaos.fork import Forks, call
-from tests.chaos.test_determinism import GROUPS, Outcome, run_once, until_step
+from tests.chaos.test_determinism import DEADLINE_S, GROUPS, Outcome, run_once, until_step
 from tests.processes import children
 from tests.shared.runs import until
 
@@ -79,7 +79,7 @@ async def test_killed_at_every_point_of_the_handshake(model: Path, tmp_path: Pat
         async def asked() -> bool:
             return (await table.read()).holder == "trainer" or not forks._living
 
-        await until(asked, "the trainer's turn", 60)
+        await until(asked, "the trainer's turn", DEADLINE_S)
         for engine in children(forks.pid("rollout-1")):
             with suppress(ProcessLookupError):
                 os.kill(engine.pid, signal.SIGKILL)
