@@ -6,6 +6,7 @@ meets the other on the device is tests/shared/test_turns.py's and tests/dcs/test
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from contextlib import suppress
@@ -66,26 +67,39 @@ def test_every_point_of_the_handshake_is_tried() -> None:
     assert tried >= set(TURN_POINTS)
 
 
-async def test_killed_at_every_point_of_the_handshake(model: Path, tmp_path: Path) -> None:
-    quiet = await colocated(model, tmp_path / "quiet")
-    assert quiet.rollbacks == 0
-    assert len(set(quiet.digests.values())) == STEPS + 1, "every update changed the weights"
+def check(outcome: Outcome, quiet: Outcome, points: dict[str, list[str]]) -> None:
+    assert sorted(outcome.fired) == sorted(point for names in points.values() for point in names)
+    assert outcome.digests == quiet.digests
+    assert outcome.audit.dropped == quiet.audit.dropped
+
+
+@pytest.fixture(scope="module")
+async def quiet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    outcome = await colocated(model, tmp_path_factory.mktemp("quiet"))
+    assert outcome.rollbacks == 0
+    assert len(set(outcome.digests.values())) == STEPS + 1, "every update changed the weights"
+    return outcome
+
+
+async def test_a_trainer_killed_at_every_point_of_its_turn(model: Path, quiet: Outcome, tmp_path: Path) -> None:
+    points = {"trainer-0": OF_THE_TRAINER}
+    check(await colocated(model, tmp_path, points=points), quiet, points)
+
+
+async def test_everybody_else_killed_at_every_point(model: Path, quiet: Outcome, tmp_path: Path) -> None:
+    """And an engine by itself, in the trainer's turn if there is one to come."""
 
     async def disturb(run: Run, forks: Forks) -> None:
-        """An engine dies by itself, in the trainer's turn if there is one to come."""
         await until_step(run, 2)
-        table = TurnTable(run.kv, lambda _: until(lambda: True, "never"))
+        table = TurnTable(run.kv, asyncio.sleep)
 
         async def asked() -> bool:
             return (await table.read()).holder == "trainer" or not forks._living
 
         await until(asked, "the trainer's turn", DEADLINE_S)
-        for engine in children(forks.pid("rollout-1")):
+        for engine in children(forks.pid("rollout-1")) if "rollout-1" in forks._living else ():
             with suppress(ProcessLookupError):
                 os.kill(engine.pid, signal.SIGKILL)
 
-    points = {"trainer-0": OF_THE_TRAINER, **OF_ROLLOUTS, "dcs-0": OF_THE_DCS}
-    outcome = await colocated(model, tmp_path / "killed", points=points, disturb=disturb)
-    assert sorted(outcome.fired) == sorted(point for names in points.values() for point in names)
-    assert outcome.digests == quiet.digests
-    assert outcome.audit.dropped == quiet.audit.dropped
+    points = {**OF_ROLLOUTS, "dcs-0": OF_THE_DCS}
+    check(await colocated(model, tmp_path, points=points, disturb=disturb), quiet, points)
