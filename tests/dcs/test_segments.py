@@ -17,7 +17,7 @@ from tests.dcs.conftest import weights
 
 @pytest.fixture
 def prefix() -> Iterator[str]:
-    made = segments.prefix(uuid.uuid4().hex, "/work")
+    made = segments.prefix(uuid.uuid4().hex, "/runs")
     yield made
     segments.sweep(made)
 
@@ -57,7 +57,7 @@ def test_too_little_memory_is_an_error_with_a_remedy(prefix: str) -> None:
 
 def test_the_sweep_finds_what_a_killed_trainer_left_and_nothing_else(prefix: str) -> None:
     left, kept = Segment(f"{prefix}old-0", 10), Segment(f"{prefix}new-0", 10)
-    other = segments.prefix("another", "/work")
+    other = segments.prefix("another", "/runs")
     foreign = Segment(f"{other}{uuid.uuid4().hex}", 10)
     try:
         assert prefix != other
