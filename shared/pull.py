@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from shared.errors import AckTimeout, ApiError, ConsumerGone, RequestTimeout
-from shared.feed import NOT_FOUND, Feed, Position, position
+from shared.feed import LINGER_S, NOT_FOUND, Feed, Position, position
 from shared.jetstream import Connection
 from shared.link import Frame
 from shared.records import BlobRef
@@ -27,6 +27,9 @@ ACK_DEADLINE_S = 60.0
 ACK_ATTEMPT_S = 1.0
 NO_SUCH_MESSAGE = {10037, 10043, 10057}
 """JetStream's codes for a message that is not in the stream (any more)."""
+GIVEN_BACK_S = LINGER_S + 0.5
+"""What is given back comes again only when the broker has forgotten the requests of who gave it back: it would come to these, be
+given back, and so on, and count as delivered each time, until it is buried for it."""
 REMEMBERED_ACKS = 16_384
 """A killed broker may forget an ack that it has confirmed, or have the next delivery on its way; so many are known here."""
 
@@ -156,7 +159,7 @@ class Puller:
         return loop.time() < deadline or bool(self._ready) or self._error is not None
 
     async def set_prefetch(self, prefetch: int) -> None:
-        """Change how many lie ready. What is ready beyond that goes back to the broker at once."""
+        """Change how many lie ready. What is ready beyond that goes back to the broker, and to others a moment later."""
         shrinks, self.prefetch = prefetch < self.prefetch, prefetch
         if shrinks:
             self._feed.reset()
@@ -268,7 +271,7 @@ class Puller:
             self._feed.pump()
             return
         if self._stopping or len(self._ready) >= max(self._capacity(), 1):
-            self.nak(delivery, 0.0)
+            self.nak(delivery, GIVEN_BACK_S)
             return
         self._held[at.seq] = delivery
         work = self._receive(delivery) if self._receive is not None else None
@@ -304,7 +307,7 @@ class Puller:
 
     def _give_back(self, keep: int) -> None:
         while len(self._ready) > keep:
-            self.nak(self._ready.pop(), 0.0)
+            self.nak(self._ready.pop(), GIVEN_BACK_S)
 
     async def _heartbeats(self) -> None:
         while True:

@@ -366,6 +366,21 @@ class TestPull:
         assert [bool(await other.next(60)) for _ in range(5)] == [True] * 5
         assert await puller.next(0.1) is None
 
+    async def test_what_is_given_back_does_not_come_to_the_giver_again_and_again(
+        self, broker: EmbeddedBroker, connect: Any, run_name: str
+    ) -> None:
+        """It has asked for more than there is, and a delivery counts, also one that nobody sees."""
+        queue = await open_queue(await connect(broker.url), run_name)
+        await queue.publish_all([(queue.subjects.prompts, b"%d" % i, None) for i in range(3)])
+        puller = await queue.pull("prompts", "worker", prefetch=20)
+        await until(lambda: puller.ready == 3, "they lie ready")
+        await puller.set_prefetch(0)
+        await asyncio.sleep(0.2)
+        await puller.stop()
+        other = await queue.pull("prompts", "worker", prefetch=0)
+        found = [await other.next(60) for _ in range(3)]
+        assert [delivery.delivered for delivery in found if delivery] == [2, 2, 2]
+
     async def test_recreated_consumer_redelivers_at_once_and_fences_the_old_process(
         self, broker: EmbeddedBroker, connect: Any, run_name: str
     ) -> None:
