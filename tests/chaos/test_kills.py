@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections import Counter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -34,8 +34,9 @@ FOR_EVER, LAST = "steps=20000", 3  # the ledger of a million would not fit into 
 DEADLINE_S = 600.0 + 40.0 * KILLS
 PATIENCE_S = 600.0
 """How long a run may take to train one more group, whatever was done to it."""
-TOLERANCE = 0.12
-"""Of the mean reward of the last steps, between runs of different samples: about four times what undisturbed runs show."""
+WINDOW, TOLERANCE = 20, 0.2
+"""Of the mean reward of so many last steps, between runs of different samples. It begins at 0.27 and comes to 0.8 and more; means
+of five steps of undisturbed runs were 0.78 and 0.87."""
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,12 @@ async def test_a_run_under_kills_ends_as_one_without(tmp_path: Path, settings: l
     assert report["pending"] == 0, "a group was lost"
     assert set(report["dropped"]) <= {"stale"}, "a kill made a group unusable"
     assert report["staleness_max"] <= report["staleness_bound"]
-    assert report["reward_last"] > undisturbed["reward_last"] - TOLERANCE
+    assert learnt(report) > learnt(undisturbed) - TOLERANCE
     assert_told(struck, story)
+
+
+def learnt(report: dict[str, Any]) -> float:
+    return fmean(report["reward_by_step"][-WINDOW:])
 
 
 async def harm(system: System) -> Counter[str]:
