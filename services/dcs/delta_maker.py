@@ -57,6 +57,8 @@ class DeltaMaker:
             delta = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, base, new)
             log.info("delta %d -> %d: %s, %.2f s", base, new.version, delta and delta.size, time.monotonic() - started)
             self._made()
+        except FileNotFoundError as error:  # versions come faster than deltas are made: one of the two was removed
+            log.info("no delta %d -> %d: %s is not kept any more", base, new.version, error.filename)
         except (SnapshotError, OSError) as error:
             text = f"from version {base} to {new.version}: {error}; who needs it pulls the snapshot"
             await self._events.publish("delta_failed", text, version=new.version)
