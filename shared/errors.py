@@ -169,3 +169,8 @@ class BlobMissing(TransportError):
 class BlobCorrupt(TransportError):
     def __init__(self, sha256: str, found: str) -> None:
         super().__init__(f"blob {sha256}: its bytes hash to {found}; the stored parts are damaged")
+
+
+def first_line(error: Exception) -> str:
+    """For errors of libraries that go on for pages."""
+    return str(error).partition("\n")[0][:300]

@@ -30,8 +30,9 @@ RETRY_S = 0.25
 LINGER_S = 1.0
 """An abandoned inbox is listened to for so long, so that what was on its way is not lost until its ack wait runs out."""
 NOT_FOUND = {10014, 10059}
-CHECK_S = 5.0
 """JetStream's codes for a consumer and a stream that do not exist."""
+CHECK_S = 5.0
+"""So long the broker may take to say whether the consumer is there."""
 
 
 @dataclass(slots=True, frozen=True)

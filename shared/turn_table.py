@@ -8,7 +8,7 @@ tests/shared/test_turn_table.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from shared.errors import AccessDenied, BucketMissing, Conflict, KeyExists, TransportError
@@ -20,6 +20,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
+SHORTEST_S, LONGEST_S = 0.02, 0.25
+"""Pauses between two looks."""
+
+
+def pauses() -> Iterator[float]:
+    """How long to wait before each next look at the table: moments at first, for a turn often comes soon."""
+    pause = SHORTEST_S
+    while True:
+        yield pause
+        pause = min(1.5 * pause, LONGEST_S)
 
 
 class TurnTable:

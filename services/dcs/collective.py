@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shared.errors import first_line
+
 STALLED_S = 15.0
 """A bucket that has not moved for so long will not: some member is stopped or cut off."""
 
@@ -62,7 +64,7 @@ def join(
     except (RuntimeError, ValueError) as error:
         raise CollectiveError(
             f"group {group_name}: rank {rank} of {world_size} could not join at {host}:{port} within {timeout_s:.0f} s: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     # What init_process_group would add; torch's own calls on the group want it.
     distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
@@ -85,7 +87,7 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, deadline: float) -
         else:
             work.wait(timedelta(seconds=left + 1))
     except RuntimeError as error:
-        raise CollectiveError(f"broadcast of {tensor.numel()} bytes failed: {_first_line(error)}") from error
+        raise CollectiveError(f"broadcast of {tensor.numel()} bytes failed: {first_line(error)}") from error
 
 
 def _wait_cuda(work: dist.Work, deadline: float) -> None:
@@ -104,7 +106,3 @@ def leave(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) == "nccl":
         group.abort()  # a broken NCCL group would wait for its peers in shutdown
     dist.destroy_process_group(group)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +18,9 @@ from services.dcs import deltas, snapshots
 from services.dcs.deltas import Delta
 from services.dcs.snapshots import Manifest, SnapshotError
 from shared.metrics import Events
+from shared.niceness import give_way
 
 log = logging.getLogger(__name__)
-
-NICE = 10
 
 
 class DeltaMaker:
@@ -36,7 +32,7 @@ class DeltaMaker:
         self._root, self._keep, self._events, self._patience_s, self._made = root, keep, events, patience_s, made
         self._making: dict[int, asyncio.Task[None]] = {}
         self._over: dict[int, asyncio.Event] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas", initializer=_give_way)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltas", initializer=give_way)
 
     def expect(self, base: int, new: Manifest) -> None:
         """The delta from version `base` is wanted, once the broadcast of `new` is over. Asking again changes nothing."""
@@ -84,9 +80,3 @@ class DeltaMaker:
             task.cancel()
         await asyncio.gather(*self._making.values(), return_exceptions=True)
         self._thread.shutdown(wait=False)
-
-
-def _give_way() -> None:
-    """Nice, for this thread alone: only on Linux each has its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -48,8 +48,9 @@ def add_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return _file(snapshots.folder(root, version), version, snapshots.MANIFEST)
 
     async def found(folder: Path, version: int, name: str, direct: bool) -> Response:
-        link = await coordinator.mirror.link(f"{folder.relative_to(root)}/{name}") if coordinator.mirror else None
-        return _file(folder, version, name) if direct or link is None else RedirectResponse(link)
+        mirror = None if direct else coordinator.mirror
+        link = await mirror.link(f"{folder.relative_to(root)}/{name}") if mirror else None
+        return _file(folder, version, name) if link is None else RedirectResponse(link)
 
     @app.get("/versions/{version}/files/{name}", response_class=FileResponse)
     async def download(version: int, name: str, direct: bool = False) -> Response:

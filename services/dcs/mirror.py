@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from services.dcs import deltas, snapshots
 from shared.config import ConfigError
+from shared.errors import first_line
 from shared.metrics import Events
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Mirror:
             kinds: dict[str, type[AzureStore | GCSStore | S3Store]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
             return cls(root, kinds[url.partition(":")[0]].from_url(url, retry_config=PATIENCE), run, events)
         except (BaseError, ValueError) as error:
-            raise ConfigError(f"dcs.store: {url}: {_first_line(error)}") from error
+            raise ConfigError(f"dcs.store: {url}: {first_line(error)}") from error
 
     def wake(self) -> None:
         self._wanted.set()
@@ -133,9 +134,5 @@ class Mirror:
         """Once for each outage."""
         if not self._failing:
             self._failing = True
-            text = f"{_first_line(error)}; the DCS sends the files itself, and goes on trying"
+            text = f"{first_line(error)}; the DCS sends the files itself, and goes on trying"
             await self._events.publish("store_failed", text)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]

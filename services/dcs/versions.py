@@ -399,9 +399,8 @@ class Versions:
                 self._settle(known)
 
     def _settle(self, known: Version) -> None:
+        # Asked at each of a thousand answers, so the cheap question first.
         members = len(known.group.members) if known.group else 0
-        told = len(known.answers) + len(
-            known.dropped
-        )  # asked at each of a thousand answers, so the cheap question first
+        told = len(known.answers) + len(known.dropped)
         if known.phase == "announced" and known.result and told >= members and not known.awaited():
             known.phase = "settled"

@@ -28,9 +28,9 @@ from shared.service import Context
 from shared.tokenizer import Tokenizer
 
 AGAIN_S = 0.5
+"""Until a sample that was interrupted before its first token is asked for again."""
 STUCK_AFTER = 20
 """So many interruptions in a row without a new token, and the sample counts as failed."""
-"""Until a sample that was interrupted before its first token is asked for again."""
 
 
 @dataclass(slots=True)

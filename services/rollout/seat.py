@@ -26,13 +26,11 @@ from services.rollout.weights import FAR
 from shared import failpoints
 from shared.config import ConfigError
 from shared.service import Context
-from shared.turn_table import TurnTable
+from shared.turn_table import LONGEST_S, TurnTable, pauses
 from shared.turns import Turns
 
 log = logging.getLogger(__name__)
 
-POLL_S = (0.02, 0.25)
-"""Shortest and longest pause between two looks at the table."""
 LEAVE_DEADLINE_S = 5.0
 WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 REST: tuple[MemoryTag, ...] = ("kv_cache", "cuda_graph")
@@ -73,18 +71,16 @@ class Seat:
         """Wait until an engine may start here. False: the service is to stop."""
         if not self._shared:
             return True
-        await self._ctx.vouch(
-            self._table.change(lambda turns: turns.leave(self._ctx.replica))
-        )  # of a process before this
-        pause = POLL_S[0]
+        earlier = self._table.change(lambda turns: turns.leave(self._ctx.replica))  # a process before this
+        await self._ctx.vouch(earlier)
+        pause = pauses()
         while not self._ctx.stopping.is_set():
             self._check_place(await self._table.read())
             if await self._sit_down():
                 failpoints.reach("rollout.entered")
                 return True
             await self._ctx.beat("waiting for the device")
-            await asyncio.sleep(pause)
-            pause = min(1.5 * pause, POLL_S[1])
+            await asyncio.sleep(next(pause))
         return False
 
     async def leave(self) -> None:
@@ -129,13 +125,14 @@ class Seat:
         """Take turns with the trainer until cancelled. Raises EngineDead."""
         if not self._shared:
             return await asyncio.Event().wait()  # type: ignore[return-value]
-        pause = POLL_S[0]
+        pause = pauses()
         try:
             while True:
                 before = self.state
                 await self._look(await self._table.read(), engine, receiver)
-                pause = POLL_S[0] if self.state != before else min(1.5 * pause, POLL_S[1])
-                await asyncio.sleep(pause)
+                if self.state != before:
+                    pause = pauses()
+                await asyncio.sleep(next(pause))
         except EngineDead:
             raise
         except EngineError as error:
@@ -154,7 +151,7 @@ class Seat:
             await self._wake(turns.version, engine, receiver)
         elif not mine:  # put out, as it had been silent
             await self._sit_down()
-        if self.state == "waking" and await receiver.filled(POLL_S[1]):
+        if self.state == "waking" and await receiver.filled(LONGEST_S):
             await self._awake(engine)
         if self.state == "awake" and seat is not None and mine and seat.version != receiver.version:
             version = receiver.version

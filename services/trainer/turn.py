@@ -21,13 +21,10 @@ from typing import Any, Protocol
 
 from shared import failpoints
 from shared.service import Context, ServiceFailed
-from shared.turn_table import TurnTable
+from shared.turn_table import TurnTable, pauses
 from shared.turns import Replaced
 
 log = logging.getLogger(__name__)
-
-POLL_S = (0.02, 0.25)
-"""Shortest and longest pause between two looks at the table."""
 
 
 class Sleeper(Protocol):
@@ -59,14 +56,13 @@ class DeviceTurn:
         with self._ctx.metrics.wait("turn"):
             await self._table.change(lambda turns: turns.ask(self._incarnation, socket.gethostname()))
             failpoints.reach("trainer.asked")
-            pause = POLL_S[0]
+            pause = pauses()
             while not await self._alone():
                 left = None if within_s is None else within_s - (time.monotonic() - began)
                 if (left is not None and left <= 0) or (left is None and self._ctx.stopping.is_set()):
                     return False
                 await self._ctx.beat("waiting for the engines to sleep")
-                await asyncio.sleep(pause)
-                pause = min(1.5 * pause, POLL_S[1])
+                await asyncio.sleep(next(pause))
         self.held = True
         if self.policy is not None:
             started = time.monotonic()
@@ -136,10 +132,10 @@ class DeviceTurn:
 
     async def _tidy(self, version: int, unshare: Callable[[], None]) -> None:
         """When all have taken the weights, nobody needs the shared memory any more."""
-        pause = POLL_S[0]
-        while not (await self._table.read()).taken(version):
+        for pause in pauses():
+            if (await self._table.read()).taken(version):
+                break
             await asyncio.sleep(pause)
-            pause = min(1.5 * pause, POLL_S[1])
         unshare()
 
     async def _tidied(self) -> None:

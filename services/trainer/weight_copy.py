@@ -67,9 +67,13 @@ class Copy:
 
     def unshare(self) -> None:
         """Nobody else will take it any more. It stays readable here."""
-        for bucket in self.buckets:
-            if bucket.segment is not None:
-                bucket.segment.close()
+        _unshare(self.buckets)
+
+
+def _unshare(buckets: Iterable[Bucket]) -> None:
+    for bucket in buckets:
+        if bucket.segment is not None:
+            bucket.segment.close()
 
 
 class Copier:
@@ -87,9 +91,7 @@ class Copier:
         try:
             return self._copy(tensors, buckets)
         except BaseException:
-            for bucket in buckets:
-                if bucket.segment is not None:
-                    bucket.segment.close()
+            _unshare(buckets)
             raise
 
     def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]], buckets: list[Bucket]) -> Copy:

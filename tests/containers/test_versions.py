@@ -27,6 +27,7 @@ from shared.subjects import Subjects
 from shared.transfer_queue import TransferQueue
 from tests.containers.brokers import ContainerBroker
 from tests.e2e.test_secure_run import RUN, logs, up
+from tests.shared.guarantees import makes_each_update_once, stores_each_message_once
 from tests.shared.runs import make_config, until
 
 pytestmark = pytest.mark.containers
@@ -72,23 +73,7 @@ async def enter(broker: ContainerBroker) -> Any:
 async def test_each_message_is_stored_once_over_a_sigkill(broker: ContainerBroker, enter: Any) -> None:
     await enter("publishing", "operator")
     queue = await enter("publishing", "reward")
-    total, enough = 0, False
-
-    def messages() -> Iterator[tuple[str, bytes, str]]:
-        nonlocal total
-        while not enough:
-            yield queue.subjects.trajectory("x"), b"%d" % total + b"." * 4000, f"{total}"
-            total += 1
-
-    work = asyncio.create_task(queue.publish_all(messages()))
-    for _ in range(2):
-        before = total
-        await until(lambda before=before: total > before + 300 or work.done(), "some are published", DEADLINE_S)
-        await broker.die_and_return()
-    enough = True
-    assert len(await asyncio.wait_for(work, DEADLINE_S)) == total
-    found = [int(data.rstrip(b".")) async for data, _ in queue.read("trajectories")]
-    assert found == list(range(total)), "each exactly once, and in order"
+    await stores_each_message_once(queue, broker.die_and_return, 2, DEADLINE_S)
 
 
 async def test_what_was_acked_stays_acked_over_a_sigkill(broker: ContainerBroker, enter: Any) -> None:
@@ -125,23 +110,8 @@ async def test_compare_and_set_and_time_to_live_over_a_sigkill(broker: Container
     revision = await kv.create("n", b"0")
     with pytest.raises(KeyExists):
         await kv.create("n", b"1")
-    total, enough = 0, False
-
-    async def count() -> None:
-        nonlocal revision, total
-        while not enough:
-            total += 1
-            revision = await kv.update("n", b"%d" % total, revision)
-
-    counting = asyncio.create_task(count())
-    for _ in range(2):
-        before = revision
-        await until(lambda before=before: revision > before + 20 or counting.done(), "some updates", DEADLINE_S)
-        await broker.die_and_return()
-    enough = True
-    await asyncio.wait_for(counting, DEADLINE_S)
-    assert await kv.get("n") == (b"%d" % total, revision)
-    assert revision == total + 1, "no value was written twice"
+    assert revision == 1
+    revision = await makes_each_update_once(kv, broker.die_and_return, 2, DEADLINE_S)
     with pytest.raises(Conflict):
         await kv.update("n", b"x", revision - 1)
     leases = await KV.open(queue.connection, queue.subjects.services_bucket, ttl=True, create=False)

@@ -12,8 +12,7 @@ import signal
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from services.controller.launchers.broker import free_port
 from shared import wire
 from shared.records import Event, Receipt
 from tests.e2e.test_run import DEADLINE_S, EXAMPLE, GROUPS, Example, example, until_trained  # noqa: F401
-from tests.shared.runs import until
+from tests.shared.runs import beside, until
 
 STEPS = 5000
 """Until the test ends the run."""
@@ -119,15 +118,8 @@ class Witness:
         self.run = run
         self.trained, self.joined = Counter[str](), Counter[str]()
 
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._receipts()), asyncio.create_task(self._events())]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        return beside(self._receipts(), self._events())
 
     async def _receipts(self) -> None:
         async for data, _ in self.run.queue.read("receipts", live=True):

@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from shared.records import Announcement, Group
 from shared.sections import TrainerConfig
 from tests.e2e.test_run import GROUPS, Example, until_trained
 from tests.processes import children, words
-from tests.shared.runs import until
+from tests.shared.runs import beside, until
 
 pytestmark = pytest.mark.sglang
 STEPS = 16
@@ -53,15 +53,8 @@ class Witness:
         self.weights: dict[int, Path] = {}
         self.groups: list[Group] = []
 
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._weights()), asyncio.create_task(self._trajectories())]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        return beside(self._weights(), self._trajectories())
 
     async def _weights(self) -> None:
         async with DcsClient(self.run.kv) as dcs:

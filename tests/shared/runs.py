@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,18 @@ async def open_queue(connection: Connection, run: str, **changes: Any) -> Transf
 def publisher_clock_runs_ahead(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Deadlines of what is being published pass, whatever the machine has done in the meantime."""
     patch.setattr(publisher, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+
+
+@asynccontextmanager
+async def beside(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Meanwhile these go on; they are cancelled at the end."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until(condition: Callable[[], Any], what: str, deadline_s: float = 60.0) -> None:

@@ -13,6 +13,7 @@ import pytest
 from shared.broker import EmbeddedBroker
 from shared.errors import BucketMissing, Conflict, KeyExists, RequestTimeout
 from shared.kv import KV
+from tests.shared.guarantees import makes_each_update_once
 from tests.shared.runs import until
 from tests.stalls import unless_stalled
 
@@ -156,22 +157,11 @@ async def test_a_write_that_was_stored_without_an_answer_is_known_by_its_id(
 async def test_compare_and_set_over_a_killed_broker(own_broker: EmbeddedBroker, connect: Any) -> None:
     """Each update is done exactly once, though the broker dies between the write and its answer."""
     kv = await KV.open(await connect(own_broker.url), "counter")
-    revision, total, enough = await kv.create("n", b"0"), 0, False
+    assert await kv.create("n", b"0") == 1
 
-    async def count() -> None:
-        nonlocal revision, total
-        while not enough:
-            total += 1
-            revision = await kv.update("n", b"%d" % total, revision)
-
-    counting = asyncio.create_task(count())
-    for _ in range(3):
-        before = revision
-        await until(lambda before=before: revision > before + 20 or counting.done(), "some updates")
+    async def die() -> None:
         await asyncio.to_thread(own_broker.kill)
         await asyncio.to_thread(own_broker.start)
-    enough = True
-    await asyncio.wait_for(counting, 60)
-    assert await kv.get("n") == (b"%d" % total, revision)
-    assert revision == total + 1, "no value was written twice"
+
+    await makes_each_update_once(kv, die, 3)
     kv.close()

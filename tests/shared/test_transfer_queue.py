@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from shared.errors import AckTimeout, ConsumerGone, PublishTimeout, StreamMissin
 from shared.records import DeadLetter, Group, Receipt, Sampling
 from shared.subjects import Subjects
 from shared.transfer_queue import TransferQueue
+from tests.shared.guarantees import stores_each_message_once
 from tests.shared.runs import open_queue, publisher_clock_runs_ahead, until
 from tests.stalls import unless_stalled
 
@@ -74,23 +75,7 @@ class TestPublish:
         self, own_broker: EmbeddedBroker, connect: Any, run_name: str
     ) -> None:
         queue = await open_queue(await connect(own_broker.url), run_name)
-        total, enough = 0, False
-
-        def messages() -> Iterator[tuple[str, bytes, str]]:
-            nonlocal total
-            while not enough:
-                yield queue.subjects.trajectory("x"), b"%d" % total + b"." * 4000, f"{total}"
-                total += 1
-
-        work = asyncio.create_task(queue.publish_all(messages()))
-        for _ in range(3):
-            before = total
-            await until(lambda before=before: total > before + 300 or work.done(), "some are published")
-            await kill_and_restart(own_broker)
-        enough = True
-        assert len(await asyncio.wait_for(work, 60)) == total
-        found = [int(data.rstrip(b".")) async for data, _ in queue.read("trajectories")]
-        assert found == list(range(total)), "each exactly once, and in order also over the restarts"
+        await stores_each_message_once(queue, partial(kill_and_restart, own_broker), 3)
 
     async def test_full_stream_makes_the_publisher_wait_with_one_probe(
         self, broker: EmbeddedBroker, connect: Any, run_name: str

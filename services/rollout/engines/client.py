@@ -221,11 +221,7 @@ class EngineClient:
         timeout_s: float = WEIGHTS_TIMEOUT_S,
     ) -> None:
         """Receive what rank 0 of the group broadcasts: one uint8 bucket of all bytes, or tensor by tensor."""
-        listed = list(tensors)
-        body: dict[str, Any] = {
-            "names": [tensor.name for tensor in listed],
-            "dtypes": [tensor.dtype for tensor in listed],
-            "shapes": [list(tensor.shape) for tensor in listed],
+        body = _columns(tensors) | {
             "group_name": group_name,
             "load_format": "flattened_bucket" if bucket else None,
             "flush_cache": flush_cache,
@@ -242,13 +238,7 @@ class EngineClient:
         timeout_s: float = WEIGHTS_TIMEOUT_S,
     ) -> None:
         """Take a bucket of all these tensors out of shared memory (services/dcs/segments.py). Only engines that stage."""
-        listed = list(tensors)
-        body: dict[str, Any] = {
-            "names": [tensor.name for tensor in listed],
-            "dtypes": [tensor.dtype for tensor in listed],
-            "shapes": [list(tensor.shape) for tensor in listed],
-            "segment": segment,
-        }
+        body = _columns(tensors) | {"segment": segment}
         await self._post("/update_weights_from_shared", body | _given(weight_version=weight_version), timeout_s)
 
     async def update_from_tensor(
@@ -354,6 +344,16 @@ def _message(value: Any) -> str:
         error = value.get("error")
         value = value.get("message") or (error.get("message") if isinstance(error, dict) else error) or value
     return str(value)[:2000]
+
+
+def _columns(tensors: Iterable[Tensor]) -> dict[str, Any]:
+    """How tensors are announced."""
+    listed = list(tensors)
+    return {
+        "names": [tensor.name for tensor in listed],
+        "dtypes": [tensor.dtype for tensor in listed],
+        "shapes": [list(tensor.shape) for tensor in listed],
+    }
 
 
 def _given(**fields: Any) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class Receiving(ABC):
         device = self._device if group.backend == "nccl" else torch.device("cpu")
         deadline = time.monotonic() + group.timeout_s
         if bucket:
-            sizes = [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+            sizes = _sizes(kinds, shapes)
             memory = self._memory(sum(sizes), device)
             collective.broadcast(group.group, memory, deadline)
             return _parts(memory, sizes, kinds, shapes), memory
@@ -176,7 +176,7 @@ class Receiving(ABC):
         """Take a bucket, in which all tensors lie one after another, out of shared memory."""
         async with self._transfer("update_weights_from_shared"):
             kinds = self._kinds(names, dtypes, shapes)
-            sizes = [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+            sizes = _sizes(kinds, shapes)
 
             def attach() -> list[torch.Tensor]:
                 memory = torch.frombuffer(segments.attach(segment, sum(sizes)), dtype=torch.uint8)
@@ -221,6 +221,11 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
     if kind is None:
         raise UpdateError(f"dtypes: {name} has {dtype!r}; known are {', '.join(DTYPES)}")
     return kind
+
+
+def _sizes(kinds: list[torch.dtype], shapes: list[list[int]]) -> list[int]:
+    """In bytes."""
+    return [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
 
 
 def _parts(

@@ -8,9 +8,6 @@ a second copy of the weights. Held by tests/rollout/test_light_updates.py; bench
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -19,11 +16,10 @@ import torch
 from services.dcs.digest import TensorSpec
 from services.rollout.engines.light.tensors import Tensors
 from services.rollout.engines.receiving import spec_of
+from shared.niceness import give_way
 
 KEPT_BUCKETS = 8
 """So many may wait to be hashed and written; receiving waits for the oldest then."""
-NICE = 10
-"""By so much is the thread that hashes nicer than the engine: it takes what receiving and generating leave of the cores."""
 
 
 @dataclass(slots=True)
@@ -53,7 +49,7 @@ class Stager:
     def __init__(self) -> None:
         self._spare: Tensors | None = None
         self._buckets: list[torch.Tensor] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage", initializer=_give_way)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage", initializer=give_way)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -92,10 +88,3 @@ class Stager:
         """Keep no memory for the next update."""
         self._spare = None
         self._buckets.clear()
-
-
-def _give_way() -> None:
-    """Nice, for this thread alone: only on Linux each has its own."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICE))
