@@ -4,7 +4,7 @@
 # make test-chaos   bit-identical runs over kills at every point of a step, the protocol's model, a short schedule of kills
 # make install-sglang   real SGLang for a CPU, in .venv-sglang
 # make demo-sglang   the demo with two SGLang servers as its replicas
-# make test-sglang   the contract suite and a whole run with real SGLang servers
+# make test-sglang   the contract suite and whole runs with real SGLang servers
 # make test-kills   the short schedule of kills, and the protocol's model: what of test-chaos every commit is tried with
 # make test-large   with a pretrained model of 135 million parameters, which it downloads
 # make test-sinks   TensorBoard, W&B, ClearML and Apprise with the real packages

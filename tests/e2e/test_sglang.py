@@ -1,8 +1,9 @@
-"""A whole run with two real SGLang servers as its replicas. `make test-sglang`; it takes minutes, most of them SGLang's start.
+"""Whole runs with two real SGLang servers as their replicas. `make test-sglang`; it takes minutes, most of them SGLang's start.
 
-The test listens to what a run tells everybody: it keeps the weights of each version and every trajectory. Afterwards the
+The first test listens to what a run tells everybody: it keeps the weights of each version and every trajectory. Afterwards the
 trainer's own policy computes the log-probability of each token under the weights of the version that the token names. All must
 agree; with the weights of the version next to it they must not, or the comparison would show nothing.
+The second is a run on one device: servers and trainer take turns, and every version comes through shared memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tests.processes import children, words
 from tests.shared.runs import beside, until
 
 pytestmark = pytest.mark.sglang
-STEPS = 16
+STEPS, COLOCATED_STEPS = 16, 8
+OPTIONS = ("rollout.engine=sglang", "rollout.sglang.max_total_tokens=16384", "rollout.sglang.context_length=128")
 TOLERANCE = 1e-4
 BATCH_TOKENS = 8192
 DEADLINE_S = 900.0
@@ -70,8 +72,7 @@ class Witness:
 
 
 async def test_a_run_with_sglang_learns_and_its_logprobs_are_the_trainers(example: Example, tmp_path: Path) -> None:
-    options = ("rollout.engine=sglang", "rollout.sglang.max_total_tokens=16384", "rollout.sglang.context_length=128")
-    up = await example.up(f"steps={STEPS}", "dcs.keep_snapshots=100", "trainer.warm_start.steps=150", *options)
+    up = await example.up(f"steps={STEPS}", "dcs.keep_snapshots=100", "trainer.warm_start.steps=150", *OPTIONS)
     async with example.attached() as run:
         witness = Witness(run, tmp_path / "witness")
         async with witness.listening():
@@ -88,6 +89,24 @@ async def test_a_run_with_sglang_learns_and_its_logprobs_are_the_trainers(exampl
     assert report["reward_last"] > report["reward_first"] + 0.1
     compare(witness, example.folder / "model")
     assert "engine_died" in output
+
+
+async def test_a_run_on_one_device_with_sglang(example: Example) -> None:
+    sets = (f"steps={COLOCATED_STEPS}", "placement=colocate", "max_staleness=0", "trainer.warm_start.steps=40")
+    up = await example.up(*sets, *OPTIONS)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await up.wait() == 0, example.text
+    report = json.loads(example.report.read_text())
+    assert report["faults"] == []
+    assert report["balanced"]
+    assert report["issued"] == report["trained"] == COLOCATED_STEPS * GROUPS
+    assert set(report["staleness_histogram"]) == {"0"}
+    later = [version["holders"] for version in report["versions"] if version["step"] > 0]
+    assert [sorted(holders) for holders in later] == [["rollout-0", "rollout-1"]] * COLOCATED_STEPS
+    assert {holder["how"] for holders in later for holder in holders.values()} == {"shared"}
+    assert report["turns"]["trainer"]["sleeps"] == COLOCATED_STEPS + 1
+    assert report["turns"]["trainer"]["wakes"] == COLOCATED_STEPS
+    assert report["turns"]["rollout"]["sleeps"] == report["turns"]["rollout"]["wakes"] == 2 * COLOCATED_STEPS
 
 
 async def kill_scheduler(run: Run) -> None:
