@@ -219,8 +219,9 @@ def test_a_first_heartbeat_has_more_time():
     assert "61 s" in hung[0].cause
 
 
-def test_time_that_nobody_looked_accuses_nobody():
-    world = World()
+@pytest.mark.parametrize("silent_s", [2.0, 15.0])
+def test_time_that_nobody_looked_accuses_nobody(silent_s):
+    world = World(rules=Rules(silent_s))
     world.works(10)
     world.now += 3600  # the launcher slept
     assert world.supervisor.looked(world.now) == []

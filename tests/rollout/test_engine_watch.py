@@ -1,9 +1,13 @@
-"""An engine that hangs is found, one that only waits is not."""
+"""An engine that hangs is found; one that only waits is not, nor one whose watcher stood still."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +53,8 @@ async def server(monkeypatch) -> AsyncIterator[Server]:
     """Time goes on by a second with each question."""
     running = Server()
     monkeypatch.setattr(watch, "PROBE_S", 0.01)
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: float(running.asked)))
+    clock = SimpleNamespace(clock=lambda: nullcontext(lambda: float(running.asked)))
+    monkeypatch.setattr(watch, "awake", clock)
     yield running
     assert running.runner is not None
     await running.runner.cleanup()
@@ -96,3 +101,36 @@ async def test_gone(server):
     url = await server.start()
     await server.runner.cleanup()
     assert "the engine is gone" in await hangs(url)
+
+
+SILENT_S = 8.0
+WATCHER = f"""
+import asyncio, sys
+from services.rollout.engines import watch
+watch.PROBE_S, watch.ANSWER_S = 0.01, 1.0
+asyncio.run(watch.until_hung(sys.argv[1], silent_s={SILENT_S}, stuck_s=600))
+"""
+
+
+async def test_a_watcher_that_stood_still_does_not_blame_the_engine():
+    """It is stopped in the middle of a question, and goes on when all of its deadlines have passed."""
+    server = Server()
+    url = await server.start()
+    watcher = await asyncio.create_subprocess_exec(sys.executable, "-c", WATCHER, url)
+    try:
+        await until(lambda: server.asked > 2 or watcher.returncode is not None, "it watches")
+        server.ready, asked = None, server.asked
+        await until(lambda: server.asked > asked or watcher.returncode is not None, "it asks")
+        watcher.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        await until(lambda: time.monotonic() - stopped > SILENT_S, "it stands still for too long")
+        server.ready, asked = 200, server.asked
+        watcher.send_signal(signal.SIGCONT)
+        await until(lambda: server.asked > asked + 10 or watcher.returncode is not None, "it asks again")
+        assert watcher.returncode is None
+    finally:
+        if watcher.returncode is None:
+            watcher.kill()
+        await watcher.wait()
+        assert server.runner is not None
+        await server.runner.cleanup()

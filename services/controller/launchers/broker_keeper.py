@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from services.controller.launchers.broker import PrivateBroker
 from services.controller.launchers.telling import Teller
+from shared import awake
 from shared.broker import LEAST_FREE_BYTES, BrokerError, DiskFull, StartFailed
 from shared.registry import Registry
 
@@ -30,8 +31,6 @@ STEADY_S = 10.0
 """A broker that served for so long is up; deaths before that count as one series."""
 SERIES = 6
 """So many deaths in one series, and it is given up."""
-LONGEST_LOOK_S = POLL_S + PROBE_S + 1.0
-"""The most that one look may add to a silence: a launcher that slept itself must not count its own sleep."""
 
 
 class BrokerKeeper:
@@ -52,15 +51,15 @@ class BrokerKeeper:
 
     async def watch(self) -> None:
         """See whether it stores, for ever."""
-        looked = time.monotonic()
-        while True:
-            self._asked = time.monotonic()
-            self._stored = await self._registry.probe(PROBE_S)
-            self._asked = None
-            now = time.monotonic()
-            self._unheard_s = 0.0 if self._stored else self._unheard_s + min(now - looked, LONGEST_LOOK_S)
-            looked = now
-            await asyncio.sleep(PROBE_EVERY_S)
+        with awake.clock() as now:
+            looked = now()
+            while True:
+                self._asked = time.monotonic()
+                self._stored = await self._registry.probe(PROBE_S)
+                self._asked = None
+                before, looked = looked, now()
+                self._unheard_s = 0.0 if self._stored else self._unheard_s + looked - before
+                await asyncio.sleep(PROBE_EVERY_S)
 
     async def keep(self, broker: PrivateBroker) -> str:
         """Keep it alive until it cannot go on: why."""
@@ -88,21 +87,20 @@ class BrokerKeeper:
 
     async def _until_it_fails(self, broker: PrivateBroker) -> str:
         """How it failed."""
-        silent_s, looked = 0.0, time.monotonic()
-        while True:
-            await asyncio.sleep(POLL_S)
-            if not broker.running:
-                return "died"
-            greets = await asyncio.to_thread(broker.serves)
-            now = time.monotonic()
-            silent_s = 0.0 if greets else silent_s + min(now - looked, LONGEST_LOOK_S)
-            looked = now
-            if silent_s > self._silent_s:
-                return f"lived without a word for {silent_s:.0f} s"
-            if greets and self._unheard_s > self._silent_s:
-                if shutil.disk_usage(broker.store).free >= LEAST_FREE_BYTES:
-                    return f"stored nothing for {self._unheard_s:.0f} s"
-                self._tell_full(broker)
+        with awake.clock() as now:
+            heard = now()
+            while True:
+                await asyncio.sleep(POLL_S)
+                if not broker.running:
+                    return "died"
+                greets = await asyncio.to_thread(broker.serves)
+                heard = now() if greets else heard
+                if (silent_s := now() - heard) > self._silent_s:
+                    return f"lived without a word for {silent_s:.0f} s"
+                if greets and self._unheard_s > self._silent_s:
+                    if shutil.disk_usage(broker.store).free >= LEAST_FREE_BYTES:
+                        return f"stored nothing for {self._unheard_s:.0f} s"
+                    self._tell_full(broker)
 
     def _tell_restart(self, broker: PrivateBroker, how: str, old_pid: int, down_s: float) -> None:
         self._say(f"the broker {how}; started again on its store (pid {broker.pid}), nothing is lost", "yellow")

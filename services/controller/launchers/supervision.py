@@ -11,7 +11,7 @@ is ever restarted. Rules, held by tests/controller/test_supervision.py:
 - A process that lives without a new heartbeat for `silent_s`, or does not show its first within `start_s`, is to be killed; one
   that was not steady in between gets twice as long each time, lest a slow machine be taken for a hang for ever. Only time in
   which the registry could be read counts, and after a time in which it could not be everybody's silence begins anew, since what
-  they wrote is lost; so neither a broker that is away nor a launcher that slept accuses anybody.
+  they wrote is lost; so neither a broker that is away nor a launcher that slept (shared/awake.py) accuses anybody.
   Heartbeats are compared, never dated: the clocks of other processes do not matter.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shared.awake import Awake
 from shared.records import Heartbeat
 
 START_STATES = frozenset(
@@ -59,7 +60,8 @@ class Rules:
     steady_s: float = 20.0
     failures: int = 3
     look_s: float = 5.0
-    """The most that one look at the registry may add to an age: whoever looks less often was asleep."""
+    """The most that one look at the registry may add to a silence, if that is less than a third of what is allowed: whoever looks
+    less often was asleep, and there may be news that the next look brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class Supervisor:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.watched: dict[str, Watched] = {}
-        self._looked: float | None = None
+        self._awake = Awake(min(rules.look_s, rules.silent_s / 3))
 
     def started(self, service: str, replica: str, pid: int, now: float) -> None:
         """A process was started for it."""
@@ -220,8 +222,8 @@ class Supervisor:
 
     def looked(self, now: float) -> list[Hung]:
         """The registry was read, and all of it went through `heard`: whose process lives in silence?"""
-        passed = 0.0 if self._looked is None else min(now - self._looked, self.rules.look_s)
-        self._looked = now
+        before = self._awake.seconds
+        passed = self._awake.look(now) - before
         hung = []
         for replica, one in self.watched.items():
             if one.phase not in ("starting", "working") or one.accused or not one.pid:
@@ -237,7 +239,7 @@ class Supervisor:
 
     def blind(self) -> None:
         """The registry cannot be read: time until the next look accuses nobody, and silence counts from there."""
-        self._looked = None
+        self._awake.close_eyes()
         for one in self.watched.values():
             one.silent_s = 0.0
 

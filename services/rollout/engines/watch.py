@@ -1,16 +1,18 @@
 """Finds an engine that hangs: its process lives, so no connection breaks, and every request would wait for its whole deadline.
 
-tests/chaos/test_faults.py stops one with SIGSTOP, tests/rollout/test_engine_watch.py has servers that answer nothing or no steps.
+Only time counts in which the watcher itself was awake (shared/awake.py): a replica that stood still does not blame its engine.
+tests/chaos/test_faults.py stops an engine with SIGSTOP; tests/rollout/test_engine_watch.py stops the watcher, and has servers
+that answer nothing or no steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import NoReturn
 
 from services.rollout.engines.client import EngineClient, EngineDead
+from shared import awake
 
 PROBE_S = 2.0
 ANSWER_S = 5.0
@@ -24,18 +26,19 @@ async def until_hung(
 ) -> NoReturn:
     """Raises EngineDead when the engine has answered nothing for `silent_s`, or has made no step for `stuck_s` while not
     `asleep`."""
-    async with EngineClient(url, timeout_s=ANSWER_S) as engine:
-        heard = stepped = time.monotonic()
-        while True:
-            await asyncio.sleep(PROBE_S)
-            answers = await engine.answers()
-            if answers:
-                heard = time.monotonic()
-                if asleep():
-                    stepped = heard
-                elif await engine.steps(STEP_S):
-                    heard = stepped = time.monotonic()
-            if (silence := time.monotonic() - heard) > silent_s and not answers:
-                raise EngineDead(504, f"the engine at {url} hangs: no answer for {silence:.0f} s")
-            if (standstill := time.monotonic() - stepped) > stuck_s:
-                raise EngineDead(503, f"the engine at {url} hangs: no step for {standstill:.0f} s")
+    with awake.clock() as now:
+        async with EngineClient(url, timeout_s=ANSWER_S) as engine:
+            heard = stepped = now()
+            while True:
+                await asyncio.sleep(PROBE_S)
+                answers = await engine.answers()
+                if answers:
+                    heard = now()
+                    if asleep():
+                        stepped = heard
+                    elif await engine.steps(STEP_S):
+                        heard = stepped = now()
+                if (silence := now() - heard) > silent_s and not answers:
+                    raise EngineDead(504, f"the engine at {url} hangs: no answer for {silence:.0f} s")
+                if (standstill := now() - stepped) > stuck_s:
+                    raise EngineDead(503, f"the engine at {url} hangs: no step for {standstill:.0f} s")
