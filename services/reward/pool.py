@@ -1,9 +1,10 @@
 """A pool of scoring processes with hard deadlines and a limit to their memory.
 
 Guarantees: one call at a time in a process; a call that exceeds its time is ended by SIGKILL of its process and costs only its
-own sample; a process that holds too much memory is replaced, between two calls or, if one call takes it all, in that call;
-whatever happens, the pool has as many processes as it was asked for; a process that died without having been too slow is
-replaced and its sample tried once more, then given up with kind `died`; no process outlives this one.
+own sample, and time in which the pool itself stood still does not count (shared/awake.py); a process that holds too much memory
+is replaced, between two calls or, if one call takes it all, in that call; whatever happens, the pool has as many processes as it
+was asked for; a process that died without having been too slow is replaced and its sample tried once more, then given up with
+kind `died`; no process outlives this one.
 `tests/reward/test_pool.py` hangs, kills, crashes and bloats them.
 """
 
@@ -25,6 +26,7 @@ import msgpack
 
 import services
 from services.reward.scoring import SHARED, FunctionError, Outcome, timed_out
+from shared import awake
 from shared.config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ class Worker:
 
     async def _hello(self, hello: dict[str, Any]) -> None:
         try:
-            async with asyncio.timeout(START_S):
+            async with awake.timeout(START_S):
                 await self._send(hello)
                 answer = await self._receive()
         except TimeoutError as error:
@@ -112,10 +114,10 @@ class Worker:
 
     async def ask(self, request: dict[str, Any], timeout_s: float) -> AsyncIterator[tuple[int, Outcome]]:
         """(sample, outcome) as they are done. Raises TimeoutError when nothing comes for so long, Died when nothing can."""
-        async with asyncio.timeout(timeout_s):
+        async with awake.timeout(timeout_s):
             await self._send(request)
         for _ in request["samples"]:
-            async with asyncio.timeout(timeout_s):
+            async with awake.timeout(timeout_s):
                 answer = await self._receive()
             yield answer["sample"], Outcome(answer["score"], answer["kind"], answer["error"])
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shared import awake
 from shared.plugins import PluginError, find_function
 
 CONTEXT = {
@@ -140,9 +141,8 @@ def score(scorer: Scorer, sample: dict[str, Any]) -> Outcome:
 
 async def score_async(scorer: Scorer, sample: dict[str, Any], timeout_s: float) -> Outcome:
     """Call an async function, within the time."""
-    limit = asyncio.timeout(timeout_s)
     try:
-        async with limit:
+        async with awake.timeout(timeout_s) as limit:
             return judged(await scorer(sample))
     except TimeoutError as error:
         return timed_out(timeout_s) if limit.expired() else raised(error)

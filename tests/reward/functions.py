@@ -38,6 +38,14 @@ def sees(
     return bonus + meta["level"] + len(completion_ids) + 10 * len(prompt_ids) + 100 * index + 1000 * (finish == "stop")
 
 
+def waits(completion: str) -> bool:
+    """For a file that somebody makes, after making one."""
+    Path(f"{completion}.asked").touch()
+    while not Path(completion).exists():
+        time.sleep(0.01)
+    return True
+
+
 def acts(completion: str) -> Any:
     """Does what the completion says."""
     if completion.startswith("sleep"):

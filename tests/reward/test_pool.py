@@ -65,6 +65,21 @@ async def test_hangs_are_killed_and_the_pool_stays_whole() -> None:
         assert "longer than 3 s" in found[1][0][0].error
 
 
+async def test_time_in_which_the_service_stood_still_does_not_count(tmp_path: Path, monkeypatch) -> None:
+    loop, slept_s = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + slept_s)
+    async with Pool(run_config("waits")) as pool:
+        scoring = asyncio.create_task(pool.score(job(str(tmp_path / "go"))))
+        await until((tmp_path / "go.asked").exists, "it is called")
+        for _ in range(3):
+            slept_s += 3600
+            await asyncio.sleep(0.01)
+        (tmp_path / "go").touch()
+        assert [scores(one) for one in await scoring] == [[1]]
+        assert pool.kills == 0
+
+
 async def test_a_crash_costs_one_sample() -> None:
     async with Pool(run_config("acts")) as pool:
         (found,) = await pool.score(job("int", "die", "int", "kill", "exit"))
