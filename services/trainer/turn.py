@@ -3,10 +3,11 @@
     take: ask, wait until no engine is awake, put the models back on the device
     give: take the models off the device, let the engines wake on the newest weights
 
-Guarantees: between `take` and `give` no engine holds the device; an engine whose replica is gone is not waited for; a trainer
-that starts anew takes the turn before it loads anything; one that was replaced is refused and must stop. Until every engine has
-taken the weights they stay in shared memory, and no longer. With `placement: separate` all of this does nothing. The rules are
-shared/turns.py's. tests/dcs/test_colocate.py.
+Guarantees: between `take` and `give` no engine holds the device; an engine whose replica is gone is not waited for, but it is not
+given up before it has had no heartbeat for `heartbeat_ttl_s` of looks, lest the two meet because the broker, the machine or the
+replica stood still for a while; a trainer that starts anew takes the turn before it loads anything; one that was replaced is
+refused and must stop. Until every engine has taken the weights they stay in shared memory, and no longer. With `placement:
+separate` all of this does nothing. The rules are shared/turns.py's. tests/dcs/test_colocate.py.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from shared import failpoints
+from shared.awake import Missing
 from shared.service import Context, ServiceFailed
 from shared.turn_table import TurnTable, pauses
 from shared.turns import Replaced
 
 log = logging.getLogger(__name__)
+
+
+LONGEST_LOOK_S = 1.0
 
 
 class Sleeper(Protocol):
@@ -46,6 +51,7 @@ class DeviceTurn:
         self.sleeps = self.wakes = 0
         self.sleep_s = self.wake_s = 0.0
         self._tidying: asyncio.Task[None] | None = None
+        self._missing = Missing(ctx.config.heartbeat_ttl_s, LONGEST_LOOK_S)
 
     async def take(self, within_s: float | None = None) -> bool:
         """Have the device. False if the service is to stop, or the time is up, before every engine sleeps."""
@@ -115,14 +121,15 @@ class DeviceTurn:
         return False
 
     async def _put_out_missing(self, awaited: list[str]) -> None:
-        """Whoever has no heartbeat has no engine either: an engine does not outlive its replica."""
+        """Whoever has no heartbeat any more has no engine either: an engine does not outlive its replica."""
         living = await self._ctx.registry.living(awaited)
-        if living >= set(awaited):
+        lost = self._missing.look(set(awaited) - living, time.monotonic())
+        if not lost:
             return
         grace_s = self._ctx.config.heartbeat_ttl_s
 
         def put_out(turns: Any) -> list[str]:
-            gone = [one for one in turns.missing(living, time.time(), grace_s) if one in awaited]
+            gone = [one for one in turns.missing(living, time.time(), grace_s) if one in lost]
             turns.put_out(gone)
             return gone
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from services.dcs import segments
 from services.rollout.engines.client import EngineDead
 from services.rollout.seat import Seat
+from services.trainer import turn
 from services.trainer.turn import DeviceTurn
 from services.trainer.weights import WeightPublisher
 from shared.service import ServiceFailed
@@ -211,6 +214,36 @@ async def test_a_replica_that_died_awake_is_not_waited_for(run: Colocated) -> No
     await holds(others, version, 1.0)
     told = [event.detail["replicas"] for event in await run.world.events() if event.kind == "turn_put_out"]
     assert told == [["rollout-a"]]
+
+
+async def test_a_heartbeat_that_comes_back_gives_nobody_up(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran out while the broker or the machine stood still; the engine has the device all the time."""
+    run = Colocated(await make_world(placement="colocate", heartbeat_ttl_s=60.0))
+    await run.world.start_dcs()
+    trainer = await run.trainer()
+    await run.world.publish(trainer.publisher, 0)
+    await trainer.give()
+    replica, seat, running = await run.seat("rollout-a")
+    await _end(running)  # it takes its time to sleep
+    registry, looks = trainer.turn._ctx.registry, 0
+    known = registry.living
+
+    async def living(replicas: Any) -> set[str]:
+        nonlocal looks
+        looks += 1
+        return set() if looks <= 5 else await known(replicas)
+
+    monkeypatch.setattr(registry, "living", living)
+    later = SimpleNamespace(monotonic=time.monotonic, time=lambda: time.time() + 3600)  # since it sat down
+    monkeypatch.setattr(turn, "time", later)
+    taking = asyncio.create_task(trainer.turn.take())
+    await until(lambda: looks > 10 or taking.done(), "the trainer looks at it again and again")
+    assert not taking.done()
+    going_on = asyncio.create_task(seat.run(replica.engine, replica.receiver))
+    run.world.stack.push_async_callback(_end, going_on)
+    assert await taking
+    assert replica.engine.asleep
+    assert not [event for event in await run.world.events() if event.kind == "turn_put_out"]
 
 
 async def test_a_replica_that_is_started_again_is_seen_at_once(run: Colocated) -> None:
