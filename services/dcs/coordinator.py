@@ -23,6 +23,7 @@ from services.dcs.rollback import Wish
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.versions import STATE_KEY, Group, Member, State, UnknownVersion, Version, VersionError, Versions
 from shared import clock
+from shared.awake import Missing
 from shared.config import RunConfig
 from shared.errors import TransportError
 from shared.failpoints import reach
@@ -40,6 +41,7 @@ T = TypeVar("T")
 
 PUBLISH_DEADLINE_S = 10.0
 RETRY_S = 1.0
+LONGEST_LOOK_S = 2.0
 AT_ONCE = 1024
 """Answers that are folded in one change."""
 
@@ -72,6 +74,7 @@ class Coordinator:
         """The stored state is known to be the one in memory."""
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
+        self._missing = Missing(config.heartbeat_ttl_s / 3, LONGEST_LOOK_S)
         self._grouped: set[str] = set()
         """Who was in the last group that this process formed."""
 
@@ -341,9 +344,9 @@ class Coordinator:
 
     async def tick(self) -> None:
         """Once a second: leave behind whoever missed a deadline or died in a broadcast."""
+        alive = await self._alive()
         if not any(version.phase == "announced" for version in self.state.versions):
             return
-        alive = await self._alive()
         unsettled = [known.version for known in self.state.versions if known.phase == "announced" and not known.result]
         for replica in await self.change(lambda rules: rules.tick(clock.now(), alive)):
             await self._events.publish(
@@ -360,8 +363,11 @@ class Coordinator:
             self.mirror.wake()
 
     async def _alive(self) -> set[str]:
-        """Those who may count on it that have a heartbeat."""
-        return await self._registry.living(self._rules.replicas())
+        """Those who may count on it that have a heartbeat, or had one until a moment ago: after the broker or the machine stood
+        still nobody has one for a moment."""
+        known = self._rules.replicas()
+        living = await self._registry.living(known)
+        return known - self._missing.look(known - living, clock.now())
 
     async def _manifest(self, known: Version) -> Manifest:
         manifest = await asyncio.to_thread(snapshots.read, self.snapshots, known.version)

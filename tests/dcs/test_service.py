@@ -19,6 +19,7 @@ from services.dcs.offers import Offer
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.versions import STATE_KEY, State
 from services.trainer.weight_copy import Copier, manifest_of, write_snapshot
+from shared import clock
 from shared.broker import EmbeddedBroker
 from shared.config import ConfigError
 from shared.errors import AlreadyActive, Conflict
@@ -107,6 +108,37 @@ async def test_numbers_are_not_used_again_even_if_the_bucket_is_lost(make_world:
         await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
     await world.ctx.kv.delete(STATE_KEY)
     assert await allocate(await coordinator(world), 3) == 3
+
+
+async def test_a_heartbeat_that_comes_back_costs_no_place_in_the_group(
+    make_world: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them run out while the broker or the machine stands still, and are written again a moment later."""
+    world: World = await make_world(heartbeat_ttl_s=15.0)  # type: ignore[operator]
+    replica = await world.context("rollout", "rollout-a")
+    dcs = await coordinator(world)
+    await dcs.join("rollout-a", "a1", 1)
+    await replica.beat("serving")
+    await dcs.tick()
+    version = await allocate(dcs, 1)
+    snapshot(world, version, 1)
+
+    def pass_by(seconds: float) -> None:
+        monkeypatch.setattr(clock, "_OFFSET_S", clock._OFFSET_S + seconds)
+
+    await replica.registry.leave("rollout", "rollout-a")
+    pass_by(3600)
+    group = (await dcs.announce(version, "p", 0, "127.0.0.1", 7001)).group
+    assert group is not None
+    assert list(group.ranks()) == ["rollout-a"]
+    for _ in range(2):
+        pass_by(1)
+        await dcs.tick()
+    assert [member.replica for member in dcs.state.members] == ["rollout-a"]
+    for _ in range(6):  # it does not come back
+        pass_by(1)
+        await dcs.tick()
+    assert dcs.state.members == []
 
 
 async def test_two_processes_never_hand_out_one_number(make_world: object) -> None:
