@@ -78,15 +78,8 @@ class EngineWeights:
         try:
             async with self._update(version, specs, seconds, session=True):
                 with timed(seconds, "transfer"):
-                    for number, bucket in enumerate(told.buckets, start=1):
-                        last = number == len(told.buckets)
-                        await self._engine.update_from_distributed(
-                            [specs[index] for index in bucket],
-                            self._group,
-                            weight_version=version if last else None,
-                            flush_cache=last and self._mode == "retract",
-                            timeout_s=max(0.1, deadline - time.monotonic()),
-                        )
+                    buckets = [[specs[index] for index in bucket] for bucket in told.buckets]
+                    await self._receive(buckets, version, deadline)
         except (EngineError, WeightsRefused):
             await self.leave_group()
             raise
@@ -149,6 +142,23 @@ class EngineWeights:
             max(1.0, min(JOIN_S, deadline - time.monotonic())),
         )
         self._group = name
+
+    async def _receive(self, buckets: list[list[TensorSpec]], version: str, deadline: float) -> None:
+        """One call for all buckets, if the engine stages. SGLang's own API wants one for each, and to be told with the last
+        what they make."""
+        if self.stages:
+            left = max(0.1, deadline - time.monotonic())
+            await self._engine.update_from_buckets([(self._group, bucket) for bucket in buckets], left)
+            return
+        for number, bucket in enumerate(buckets, start=1):
+            last = number == len(buckets)
+            await self._engine.update_from_distributed(
+                bucket,
+                self._group,
+                weight_version=version if last else None,
+                flush_cache=last and self._mode == "retract",
+                timeout_s=max(0.1, deadline - time.monotonic()),
+            )
 
     @asynccontextmanager
     async def _staged(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import safetensors.torch
 import torch
 from safetensors.torch import load_file
@@ -200,3 +204,126 @@ async def test_a_group_that_never_meets_is_given_up_in_time(engine: Served, a: M
     assert await engine.greedy(PROMPTS[0]) == tiny.greedy(a.reference, PROMPTS[0], 8)
     with pytest.raises(EngineError, match="could not join"):
         await joining
+
+
+@dataclass
+class Sender:
+    """Rank 0 of a group of its own, which the engine is in."""
+
+    group: str
+    process: asyncio.subprocess.Process
+
+    def send(self, bucket: list[TensorSpec]) -> None:
+        """As soon as the engine takes it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([spec.name for spec in bucket]).encode() + b"\n")
+
+    async def taken(self) -> None:
+        """By the engine: one bucket more."""
+        assert self.process.stdout is not None
+        assert await self.process.stdout.readline() == b"sent\n"
+
+    async def die(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def senders(engine: Served, b: Model) -> AsyncIterator[list[Sender]]:
+    """Two, which send out of model B."""
+    started: list[Sender] = []
+    try:
+        for group in ("first", "second"):
+            command = [sys.executable, "-m", "tests.rollout.sender", str(b.folder), group]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            started.append(Sender(group, await asyncio.create_subprocess_exec(*command, **pipes)))
+        for sender in started:
+            assert sender.process.stdout is not None
+            port = int(await sender.process.stdout.readline())
+            await engine.client.init_group("127.0.0.1", port, 1, 2, sender.group, "gloo", TIMEOUT_S)
+        yield started
+    finally:
+        for sender in started:
+            await sender.die()
+    with suppress(EngineError):  # none is open
+        await engine.client.end_update(commit=False)
+    for sender in started:
+        await engine.client.destroy_group(sender.group)
+
+
+def thirds(folder: Path) -> list[list[TensorSpec]]:
+    listed = specs(folder)
+    return [listed[start::3] for start in range(3)]
+
+
+Transfer = list[tuple[str, list[TensorSpec]]]
+
+
+async def test_a_transfer_is_one_call_for_buckets_of_several_senders(
+    engine: Served, a: Model, b: Model, senders: list[Sender]
+) -> None:
+    task = await engine.running([PROMPTS[0]])
+    buckets = thirds(b.folder)
+    transfer: Transfer = []
+    for bucket, sender in zip(buckets, (senders[0], senders[1], senders[0]), strict=True):
+        sender.send(bucket)
+        transfer.append((sender.group, bucket))
+    await engine.client.begin_update()
+    await engine.client.update_from_buckets(transfer)
+    assert (await engine.client.checksums()).digest == digest(specs(b.folder))
+    assert not task.done()
+    assert await engine.version() == "1"
+    await engine.client.end_update(weight_version="2", mode="retract")
+    check_spans(PROMPTS[0], (await engine.cut_off(task, 1))[0], {"1": a, "2": b})
+
+
+async def test_a_bucket_that_does_not_fit_is_refused_before_anything_is_received(
+    engine: Served, a: Model, b: Model, senders: list[Sender]
+) -> None:
+    first, second, third = thirds(b.folder)
+    one, other = (sender.group for sender in senders)
+    shorter = [replace(second[0], shape=(3,)), *second[1:]]
+    wrong: list[tuple[Transfer, str]] = [
+        ([(one, first), (other, shorter), (one, third)], f"{second[0].name}: shape"),
+        ([(one, first), ("nobody", second), (one, third)], "group_name: 'nobody' is not joined"),
+        ([(one, first), (other, []), (one, third)], "is not .group_name, number_of_tensors."),
+    ]
+    senders[0].send(first)
+    await engine.client.begin_update()
+    for transfer, said in wrong:
+        with pytest.raises(EngineError, match=said):
+            await engine.client.update_from_buckets(transfer)
+        assert not (await engine.client.checksums()).staged
+    senders[1].send(second)
+    await engine.client.update_from_buckets([(one, first), (other, second)])
+    await engine.client.end_update(weight_version="2")
+    live = {spec.name: spec.sha256 for spec in specs(a.folder)} | {s.name: s.sha256 for s in (*first, *second)}
+    assert (await engine.client.checksums()).tensors == live
+
+
+@pytest.mark.parametrize("client_goes", [False, True])
+async def test_a_sender_that_dies_in_the_middle_leaves_what_is_live(
+    engine: Served, a: Model, b: Model, senders: list[Sender], client_goes: bool
+) -> None:
+    first, second, third = thirds(b.folder)
+    one, other = senders
+    await engine.client.begin_update()
+    one.send(first)
+    one.send(third)
+    transfer = asyncio.create_task(
+        engine.client.update_from_buckets([(one.group, first), (other.group, second), (one.group, third)])
+    )
+    await one.taken()
+    if client_goes:
+        transfer.cancel()
+        await asyncio.gather(transfer, return_exceptions=True)
+    await other.die()
+    if not client_goes:
+        with pytest.raises(EngineError, match="bucket 2 of 3: broadcast of"):
+            await transfer
+    await engine.client.end_update(commit=False)
+    assert not (await engine.client.checksums()).staged
+    assert (await engine.client.checksums()).digest == digest(specs(a.folder))
+    assert await engine.greedy(PROMPTS[0]) == tiny.greedy(a.reference, PROMPTS[0], 8)
+    assert await engine.version() == "1"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -236,6 +236,17 @@ class FakeEngine:
         flush_cache: bool = False,
         timeout_s: float = 30.0,
     ) -> None:
+        assert not self.staged
+        await self._receive(tensors, timeout_s)
+        if weight_version:
+            self.version = weight_version
+
+    async def update_from_buckets(self, buckets: Sequence[tuple[str, Sequence[Any]]], timeout_s: float = 30.0) -> None:
+        assert self.staged
+        for _, tensors in buckets:
+            await self._receive(tensors, timeout_s)
+
+    async def _receive(self, tensors: Iterable[Any], timeout_s: float) -> None:
         assert self.open
         if self.buckets >= self.hold_at:
             await self.hold.wait()
@@ -244,8 +255,6 @@ class FakeEngine:
         corrupt, self.corrupt = self.corrupt > 0, max(0, self.corrupt - 1)
         await self._call("receive", listed, self.staged, corrupt, timeout_s=timeout_s + 5)
         self.buckets += 1
-        if weight_version and not self.staged:
-            self.version = weight_version
 
     async def update_from_disk(
         self,

@@ -144,7 +144,7 @@ async def test_an_engine_that_takes_no_weights_ends_it_with_the_reason(
     async def refuse(*_: object, **__: object) -> None:
         raise EngineError(400, "not for me")
 
-    a.engine.update_from_distributed = a.engine.update_from_disk = refuse
+    a.engine.update_from_buckets = a.engine.update_from_disk = refuse
     await world.publish(publisher, 1)
     with pytest.raises(ServiceFailed, match=r"version 2 could not be loaded in 5 tries: EngineError: not for me"):
         await a.tasks[0]

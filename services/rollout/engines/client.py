@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -220,7 +220,7 @@ class EngineClient:
         flush_cache: bool = False,
         timeout_s: float = WEIGHTS_TIMEOUT_S,
     ) -> None:
-        """Receive what rank 0 of the group broadcasts: one uint8 bucket of all bytes, or tensor by tensor."""
+        """Receive what rank 0 of the group broadcasts: one uint8 bucket of all bytes, or tensor by tensor. SGLang's own call."""
         body = _columns(tensors) | {
             "group_name": group_name,
             "load_format": "flattened_bucket" if bucket else None,
@@ -229,6 +229,19 @@ class EngineClient:
         await self._post(
             "/update_weights_from_distributed", body | _given(weight_version=weight_version), timeout_s + MARGIN_S
         )
+
+    async def update_from_buckets(
+        self, buckets: Sequence[tuple[str, Sequence[Tensor]]], timeout_s: float = WEIGHTS_TIMEOUT_S
+    ) -> None:
+        """Receive a whole transfer: (group, tensors) of each uint8 bucket, in the order of sending. Rank 0 of each group
+        broadcasts, and has to begin within STALLED_S (services/dcs/collective.py) of the bucket's turn. Only engines that stage.
+        """
+        body = _columns(tensor for _, tensors in buckets for tensor in tensors) | {
+            "buckets": [(group, len(tensors)) for group, tensors in buckets],
+            "load_format": "flattened_bucket",
+            "timeout_s": timeout_s,
+        }
+        await self._post("/update_weights_from_distributed", body, timeout_s + MARGIN_S)
 
     async def update_from_shared(
         self,

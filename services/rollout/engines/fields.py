@@ -48,9 +48,9 @@ class Fields:
             raise BadRequest(f"{self._call}: {name}: {value!r} is none of {', '.join(allowed)}")
         return value
 
-    def items(self, name: str, kind: type) -> Any:
-        value = self._take(name, list, _REQUIRED)
-        if not all(isinstance(item, kind) for item in value):
+    def items(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+        value = self._take(name, list, default)
+        if value is not default and not all(isinstance(item, kind) for item in value):
             raise BadRequest(f"{self._call}: {name}: expected a list of {kind.__name__}")
         return value
 

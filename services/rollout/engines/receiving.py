@@ -5,9 +5,12 @@
 
 Owns the broadcast groups, and the turns that transfers, checksums and the switch take in one thread: they never overlap. Where
 what was received is kept until then, and how it becomes live, is the engine's (light/weights.py, sglang/updates.py).
+A transfer is any number of buckets, each from one group, which are received one after another without a word to anybody.
 Guarantees, held for both by tests/contract/test_updates.py:
-* every tensor is checked for name, shape and dtype when it is announced, so that a commit cannot fail half-way;
-* a failed transfer leaves what was received before as it was; the update stays open to be ended.
+* every tensor of a transfer is checked for name, shape and dtype before anything of it is received, so that a commit cannot
+  fail half-way;
+* a failed transfer leaves what is live as it was; the update stays open to be ended;
+* a transfer has one deadline, and ends with the bucket that is on its way when whoever asked for it has gone.
 `from_tensor` takes safetensors bytes in base64, not pickles; `from_shared` takes a bucket that a trainer of this host keeps in
 shared memory (services/dcs/segments.py), which is what trainer and engines on one device exchange weights by.
 """
@@ -17,12 +20,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
@@ -51,6 +56,36 @@ class Group:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Tensors that lie in one bucket, one after another, and that the model can take."""
+
+    names: list[str]
+    kinds: list[torch.dtype]
+    shapes: list[list[int]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """In bytes."""
+        return [prod(shape) * kind.itemsize for shape, kind in zip(self.shapes, self.kinds, strict=True)]
+
+    def of(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in `memory`."""
+        tensors = []
+        for part, kind, shape in zip(memory.split(self.sizes), self.kinds, self.shapes, strict=True):
+            aligned = part if part.storage_offset() % kind.itemsize == 0 else part.clone()
+            tensors.append(aligned.view(kind).view(shape))
+        return dict(zip(self.names, tensors, strict=True))
+
+    def cut(self, counts: list[int]) -> list[Announced]:
+        """So many of them each."""
+        ends = list(accumulate(counts))
+        return [
+            Announced(self.names[start:end], self.kinds[start:end], self.shapes[start:end])
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+
+
 class Receiving(ABC):
     """The receiving side of one engine's updates. `device` is where NCCL delivers; `rank` the engine's rank among its own."""
 
@@ -60,9 +95,12 @@ class Receiving(ABC):
         self._groups: dict[str, Group] = {}
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._unwanted = threading.Event()
+        """Nobody waits for what the thread is at."""
 
     async def close(self) -> None:
-        """Take no more transfers. Groups, and a transfer that is stuck, end with the process."""
+        """Take no more transfers. Groups, and a bucket that is stuck, end with the process."""
+        self._unwanted.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ---- the engine's part
@@ -72,10 +110,8 @@ class Receiving(ABC):
         """Why a tensor cannot be loaded under this name, or None."""
 
     @abstractmethod
-    async def _put(
-        self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None
-    ) -> None:
-        """Keep what was received until the switch. Those that lie in a `bucket` came in it."""
+    def _put(self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None) -> None:
+        """Keep what was received until the switch. Those that lie in a `bucket` came in it. Called in the thread."""
 
     def _memory(self, size: int, device: torch.device) -> torch.Tensor:
         """Flat memory for a bucket."""
@@ -102,7 +138,15 @@ class Receiving(ABC):
             yield
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        """In turn. Whoever is cancelled keeps the turn until the thread is free."""
+        self._unwanted = unwanted = threading.Event()
+        job = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            unwanted.set()
+            await asyncio.gather(job, return_exceptions=True)
+            raise
 
     # ---- broadcast groups
 
@@ -138,35 +182,57 @@ class Receiving(ABC):
         names: list[str],
         dtypes: list[str],
         shapes: list[list[int]],
-        group_name: str,
-        bucket: bool,
+        buckets: list[tuple[str, int]],
+        flat: bool,
         version: str | None,
+        timeout_s: float | None,
     ) -> None:
-        """Receive tensors broadcast by rank 0, each by itself or all concatenated in one uint8 bucket."""
+        """Receive what rank 0 of each bucket's group broadcasts: (group, number of tensors) in the order of sending. Tensors
+        come all concatenated in one uint8 bucket (`flat`) or each by itself. `timeout_s` is the deadline of all of it, by
+        default that of the bucket's group."""
         async with self._transfer("update_weights_from_distributed"):
-            group = self._groups.get(group_name)
-            if group is None:
-                raise UpdateError(f"group_name: {group_name!r} is not joined; joined are {sorted(self._groups)}")
-            kinds = self._kinds(names, dtypes, shapes)
-            try:
-                tensors, memory = await self._in_thread(lambda: self._receive(group, kinds, shapes, bucket))
-            except collective.CollectiveError as error:
-                raise UpdateError(str(error)) from error
-            await self._put(dict(zip(names, tensors, strict=True)), version, memory)
+            groups = [self._joined(name) for name, _ in buckets]
+            announced = self._announced(names, dtypes, shapes)
+            counts = [count for _, count in buckets]
+            if sum(counts) != len(names):
+                raise UpdateError(f"buckets: of {sum(counts)} tensors, but names has {len(names)}")
+            wanted = list(zip(groups, announced.cut(counts), strict=True))
+            await self._in_thread(lambda: self._receive(wanted, flat, version, timeout_s))
+
+    def _joined(self, name: str) -> Group:
+        group = self._groups.get(name)
+        if group is None:
+            raise UpdateError(f"group_name: {name!r} is not joined; joined are {sorted(self._groups)}")
+        return group
 
     def _receive(
-        self, group: Group, kinds: list[torch.dtype], shapes: list[list[int]], bucket: bool
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        self, wanted: list[tuple[Group, Announced]], flat: bool, version: str | None, timeout_s: float | None
+    ) -> None:
+        started, unwanted = time.monotonic(), self._unwanted
+        for number, (group, announced) in enumerate(wanted, start=1):
+            if unwanted.is_set():
+                raise UpdateError(f"given up before bucket {number} of {len(wanted)}: nobody waits for it any more")
+            deadline = started + (group.timeout_s if timeout_s is None else timeout_s)
+            device = self._device if group.backend == "nccl" else torch.device("cpu")
+            try:
+                tensors, memory = self._receive_one(group, announced, flat, device, deadline)
+            except collective.CollectiveError as error:
+                raise UpdateError(f"bucket {number} of {len(wanted)}: {error}") from error
+            self._put(tensors, version if number == len(wanted) else None, memory)
+
+    def _receive_one(
+        self, group: Group, announced: Announced, flat: bool, device: torch.device, deadline: float
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """The tensors, and the bucket that they lie in if they came in one."""
-        device = self._device if group.backend == "nccl" else torch.device("cpu")
-        deadline = time.monotonic() + group.timeout_s
-        if bucket:
-            sizes = _sizes(kinds, shapes)
-            memory = self._memory(sum(sizes), device)
+        if flat:
+            memory = self._memory(sum(announced.sizes), device)
             collective.broadcast(group.group, memory, deadline)
-            return _parts(memory, sizes, kinds, shapes), memory
-        tensors = [torch.empty(shape, dtype=kind, device=device) for shape, kind in zip(shapes, kinds, strict=True)]
-        for tensor in tensors:
+            return announced.of(memory), memory
+        tensors = {
+            name: torch.empty(shape, dtype=kind, device=device)
+            for name, shape, kind in zip(announced.names, announced.shapes, announced.kinds, strict=True)
+        }
+        for tensor in tensors.values():
             collective.broadcast(group.group, tensor, deadline)
         return tensors, None
 
@@ -175,35 +241,37 @@ class Receiving(ABC):
     ) -> None:
         """Take a bucket, in which all tensors lie one after another, out of shared memory."""
         async with self._transfer("update_weights_from_shared"):
-            kinds = self._kinds(names, dtypes, shapes)
-            sizes = _sizes(kinds, shapes)
+            announced = self._announced(names, dtypes, shapes)
 
-            def attach() -> list[torch.Tensor]:
-                memory = torch.frombuffer(segments.attach(segment, sum(sizes)), dtype=torch.uint8)
-                return _parts(memory, sizes, kinds, shapes)
+            def take() -> None:
+                memory = segments.attach(segment, sum(announced.sizes))
+                self._put(announced.of(torch.frombuffer(memory, dtype=torch.uint8)), version)
 
             try:
-                tensors = await self._in_thread(attach)
+                await self._in_thread(take)
             except segments.SegmentError as error:
                 raise UpdateError(f"segment: {error}") from error
-            await self._put(dict(zip(names, tensors, strict=True)), version)
 
     async def from_tensor(self, serialized: list[str], version: str | None) -> None:
         """Take tensors from safetensors bytes in base64: one string, or several that are taken in order."""
-        async with self._transfer("update_weights_from_tensor"):
-            tensors = await self._in_thread(lambda: _decode(serialized))
-            self._check({name: list(tensor.shape) for name, tensor in tensors.items()})
-            await self._put(tensors, version)
 
-    def _kinds(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[torch.dtype]:
-        """The dtypes of tensors that are announced and can be loaded. Raises UpdateError."""
+        def take() -> None:
+            tensors = _decode(serialized)
+            self._check({name: list(tensor.shape) for name, tensor in tensors.items()})
+            self._put(tensors, version)
+
+        async with self._transfer("update_weights_from_tensor"):
+            await self._in_thread(take)
+
+    def _announced(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> Announced:
+        """Raises UpdateError if the model cannot take one of them."""
         if not len(names) == len(dtypes) == len(shapes):
             raise UpdateError(
                 f"names, dtypes, shapes: {len(names)}, {len(dtypes)} and {len(shapes)} entries; one of each a tensor"
             )
         kinds = [_dtype(name, dtype) for name, dtype in zip(names, dtypes, strict=True)]
         self._check(dict(zip(names, shapes, strict=True)))
-        return kinds
+        return Announced(names, kinds, shapes)
 
     def _check(self, shapes: dict[str, list[int]]) -> None:
         problems = [why for name, shape in shapes.items() if (why := self.check(name, tuple(shape)))]
@@ -221,22 +289,6 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
     if kind is None:
         raise UpdateError(f"dtypes: {name} has {dtype!r}; known are {', '.join(DTYPES)}")
     return kind
-
-
-def _sizes(kinds: list[torch.dtype], shapes: list[list[int]]) -> list[int]:
-    """In bytes."""
-    return [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
-
-
-def _parts(
-    bucket: torch.Tensor, sizes: list[int], kinds: list[torch.dtype], shapes: list[list[int]]
-) -> list[torch.Tensor]:
-    """The tensors in a bucket, whose bytes follow each other without gaps."""
-    tensors = []
-    for part, kind, shape in zip(bucket.split(sizes), kinds, shapes, strict=True):
-        aligned = part if part.storage_offset() % kind.itemsize == 0 else part.clone()
-        tensors.append(aligned.view(kind).view(shape))
-    return tensors
 
 
 def _decode(serialized: list[str]) -> dict[str, torch.Tensor]:

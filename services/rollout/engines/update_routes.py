@@ -1,6 +1,8 @@
 """SGLang's endpoints for weight updates, over `Weights`: a path and a JSON body in, a JSON object out, whatever the HTTP server.
 
-The light engine's server and the hooks inside SGLang both serve exactly these. A refusal is raised
+The light engine's server and the hooks inside SGLang both serve exactly these. `update_weights_from_distributed` has two fields
+of its own: `buckets`, a list of [group_name, number_of_tensors] in the order of sending, asks for a whole transfer in one call
+(names, dtypes and shapes are those of all buckets one after another), and `timeout_s` is its deadline. A refusal is raised
 (`BadRequest`, `UpdateError`), and `refusal` phrases as SGLang does. tests/contract/test_updates.py.
 """
 
@@ -11,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from services.rollout.engines.fields import Fields
+from services.rollout.engines.fields import BadRequest, Fields
 
 BUCKET = "flattened_bucket"
 DEFAULT_GROUP = "weight_update_group"
@@ -40,9 +42,10 @@ class Weights(Protocol):
         names: list[str],
         dtypes: list[str],
         shapes: list[list[int]],
-        group_name: str,
-        bucket: bool,
+        buckets: list[tuple[str, int]],
+        flat: bool,
         version: str | None,
+        timeout_s: float | None,
     ) -> None: ...
 
     async def from_shared(
@@ -133,12 +136,14 @@ class UpdateRoutes:
     async def from_distributed(self, body: Any) -> Answer:
         fields = Fields(body, "update_weights_from_distributed", ignored=("flush_cache", "torch_empty_cache"))
         names, dtypes, shapes = fields.items("names", str), fields.items("dtypes", str), fields.items("shapes", list)
-        group = fields.text("group_name", DEFAULT_GROUP)
         load_format = fields.choice("load_format", (BUCKET,), None)
+        buckets = _buckets(fields, load_format, len(names))
         version, abort = fields.text("weight_version", None), fields.flag("abort_all_requests", False)
+        timeout_s = fields.number("timeout_s", None)
         fields.end()
         await self._abort_all(abort)
-        await self._weights.from_distributed(names, dtypes, shapes, group, load_format == BUCKET, version)
+        flat = load_format == BUCKET
+        await self._weights.from_distributed(names, dtypes, shapes, buckets, flat, version, timeout_s)
         return done(f"{len(names)} tensors are staged")
 
     async def from_shared(self, body: Any) -> Answer:
@@ -170,3 +175,16 @@ class UpdateRoutes:
     async def _abort_all(self, wanted: bool) -> None:
         if wanted:
             await self._abort()
+
+
+def _buckets(fields: Fields, load_format: str | None, tensors: int) -> list[tuple[str, int]]:
+    """(group, number of tensors) of each: as `buckets` tells, or all in one of `group_name`, which is SGLang's own call."""
+    listed = fields.items("buckets", list, None)
+    if listed is None:
+        return [(fields.text("group_name", DEFAULT_GROUP), tensors)]
+    if load_format != BUCKET:
+        raise BadRequest(f"buckets: needs load_format {BUCKET!r}")
+    for pair in listed:
+        if [type(part) for part in pair] != [str, int] or pair[1] < 1:
+            raise BadRequest(f"buckets: {pair!r} is not [group_name, number_of_tensors]")
+    return [(group, count) for group, count in listed]

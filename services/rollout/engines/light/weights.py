@@ -27,8 +27,6 @@ from services.rollout.engines.light.scheduler import Mode, Scheduler
 from services.rollout.engines.light.stage import Stage, Stager
 from services.rollout.engines.receiving import Receiving, UpdateError, spec_of
 
-BUCKET = "flattened_bucket"
-
 
 class Weights(Receiving):
     def __init__(self, model: Qwen3, scheduler: Scheduler) -> None:
@@ -99,23 +97,24 @@ class Weights(Receiving):
         wait(stage.writing)
         self._stager.give_back(stage.tensors)
 
-    async def _put(
-        self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None
-    ) -> None:
+    def _put(self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None) -> None:
         """Into the stage, which is written while the next ones are on their way."""
         self._stage = stage = self._stage or self._stager.open(self.model.live, self.model.device)
         if version is not None:
             stage.version = version
-        await self._in_thread(lambda: self._stager.put(stage, tensors, bucket))
+        self._stager.put(stage, tensors, bucket)
 
     async def from_disk(self, folder: Path, version: str | None, mode: Mode | None) -> int:
         """Load a Hugging Face folder: into the open update, or, without one, at once."""
         async with self._turn:
             try:
-                tensors = dict(await self._in_thread(lambda: read_tensors(folder, self.model)))
+                await self._in_thread(lambda: self._put(dict(read_tensors(folder, self.model)), version))
             except ModelError as error:
                 raise UpdateError(str(error)) from error
-            await self._put(tensors, version)
+            except asyncio.CancelledError:
+                if not self.open:  # nobody will end it
+                    self._stage = None
+                raise
             if self.open:
                 return 0
             stage, self._stage = self._stage, None

@@ -82,13 +82,9 @@ class Weights(Receiving):
         self.served = version or self.served
         return met
 
-    async def _put(
-        self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None
-    ) -> None:
+    def _put(self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None) -> None:
         """What NCCL delivered goes to the stage's device; everything else is there already."""
-        if any(tensor.device.type != "cpu" for tensor in tensors.values()):
-            tensors = await self._in_thread(lambda: {name: one.to(self.target.stage) for name, one in tensors.items()})
-        self._staged.update(tensors)
+        self._staged.update({name: tensor.to(self.target.stage) for name, tensor in tensors.items()})
         if version is not None:
             self._version = version
 
@@ -97,7 +93,7 @@ class Weights(Receiving):
         async with self._turn:
             tensors = await self._in_thread(lambda: self.target.read(folder))
             if self.open:
-                await self._put(tensors, version)
+                self._put(tensors, version)
                 return 0
             return await self._switch(tensors, version, mode)
 
