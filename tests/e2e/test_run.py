@@ -28,6 +28,7 @@ from shared.metric_names import find
 from shared.records import Heartbeat, Metric, Receipt
 from tests.processes import replicas
 from tests.shared.runs import until
+from tests.tied import tied
 
 EXAMPLE = Path(__file__).parents[2] / "examples/sort_letters/run.yaml"
 STEPS, GROUPS = 40, 16
@@ -45,11 +46,11 @@ class Example:
         self.processes: list[Process] = []
 
     async def cli(self, *arguments: str) -> Process:
+        return await self.starts("services.controller.cli", *arguments)
+
+    async def starts(self, module: str, *arguments: str) -> Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.controller.cli",
-            *arguments,
+            *tied(sys.executable, "-m", module, *arguments),
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[2]), "OMP_NUM_THREADS": "1"},
             stdin=DEVNULL,
@@ -69,6 +70,18 @@ class Example:
     def text(self) -> str:
         """The end of all that its commands said."""
         return (self.folder / "output.txt").read_text(errors="replace")[-4000:]
+
+    async def ends(self, process: Process) -> int:
+        """Its exit code. The deadline is for one that says nothing more."""
+        output = self.folder / "output.txt"
+        while process.returncode is None:
+            said = output.stat().st_size
+            await until(
+                lambda: process.returncode is not None or output.stat().st_size > said,  # noqa: B023 - of this round
+                "it goes on or ends",
+                DEADLINE_S,
+            )
+        return process.returncode
 
     async def url(self) -> str:
         file = self.workdir / "broker.json"

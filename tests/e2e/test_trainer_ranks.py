@@ -5,11 +5,7 @@ Both finish, and their books balance; a rank that is killed ends the trainer, an
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
-from asyncio.subprocess import DEVNULL, STDOUT
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +46,7 @@ async def test_two_tensor_parallel_ranks_and_one_of_them_killed(example: Example
         assert beat is not None
         (other,) = children(beat.pid)
         other.kill()
-        assert await asyncio.wait_for(up.wait(), DEADLINE_S) == 0, (example.folder / "output.txt").read_text()
+        assert await example.ends(up) == 0, example.text
     balanced(example.report)
     log = (example.workdir / "logs/trainer-0.log").read_text()
     assert "lost another rank: rank 1 ended with exit code -9" in log
@@ -59,16 +55,8 @@ async def test_two_tensor_parallel_ranks_and_one_of_them_killed(example: Example
 
 async def test_two_replicas_with_the_distributed_optimiser_under_torchrun(example: Example) -> None:
     sets = [*RANKS, "trainer.megatron.use_distributed_optimizer=true", f"model.path={example.folder}/model"]
-    up = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.e2e.up_with_ranks", str(EXAMPLE), "torchrun", "2", str(example.report), *sets),
-        cwd=example.folder,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[2]), "OMP_NUM_THREADS": "1"},
-        stdin=DEVNULL,
-        stdout=(example.folder / "output.txt").open("ab"),
-        stderr=STDOUT,
-    )
-    example.processes.append(up)
-    assert await asyncio.wait_for(up.wait(), DEADLINE_S) == 0, (example.folder / "output.txt").read_text()
+    up = await example.starts("tests.e2e.up_with_ranks", str(EXAMPLE), "torchrun", "2", str(example.report), *sets)
+    assert await example.ends(up) == 0, example.text
     balanced(example.report)
     assert "trainer rank 1" not in (example.workdir / "logs/trainer-0.log").read_text(), (
         "the other rank had nothing to say"

@@ -12,6 +12,7 @@ from rich.console import Console
 from services.controller.cli.common import run_async
 from services.controller.launchers.local import Command, serve_command
 from services.controller.launchers.up import Options, up
+from tests.tied import tied
 
 
 def main(run_file: Path, way: str, ranks: int, report: Path, sets: list[str]) -> None:
@@ -22,19 +23,11 @@ def main(run_file: Path, way: str, ranks: int, report: Path, sets: list[str]) ->
             if service != "trainer":
                 return plain(service, replica)
             # torchrun takes --run for one of its own.
-            named = ["env", f"SLIPSTREAM_NATS={url}", f"SLIPSTREAM_RUN={run}", sys.executable, "-m"]
+            named = tied("env", f"SLIPSTREAM_NATS={url}", f"SLIPSTREAM_RUN={run}", sys.executable, "-m")
             if way == "ray":
-                group = [
-                    "services.trainer.ray_ranks",
-                    "--ranks",
-                    str(ranks),
-                    "--address",
-                    "local",
-                    "--cpus",
-                    "0.5",
-                    "--",
-                ]
-                return [*named, *group, "--nats", url, "--run", run, "--replica", replica]
+                group = ["--ranks", str(ranks), "--address", "local", "--cpus", "0.5"]
+                service = ["--nats", url, "--run", run, "--replica", replica]
+                return [*named, "services.trainer.ray_ranks", *group, "--", *service]
             launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
             return [*named, *launcher, "-m", "services.controller.cli", "serve", "trainer", "--replica", replica]
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, STDOUT
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 
 from tests.e2e.test_run import DEADLINE_S, EXAMPLE, Example
 from tests.e2e.test_trainer_ranks import RANKS, balanced
+from tests.tied import tied
 
 pytestmark = pytest.mark.ray
 
@@ -27,37 +25,20 @@ async def example(tmp_path: Path) -> AsyncIterator[Example]:
 
 async def test_two_tensor_parallel_ranks_in_a_placement_group(example: Example) -> None:
     sets = [*RANKS, "trainer.megatron.tensor_model_parallel_size=2", f"model.path={example.folder}/model"]
-    up = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.e2e.up_with_ranks", str(EXAMPLE), "ray", "2", str(example.report), *sets),
-        cwd=example.folder,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[2]), "OMP_NUM_THREADS": "1"},
-        stdin=DEVNULL,
-        stdout=(example.folder / "output.txt").open("ab"),
-        stderr=STDOUT,
-    )
-    example.processes.append(up)
-    assert await asyncio.wait_for(up.wait(), DEADLINE_S) == 0, (example.folder / "output.txt").read_text()
+    up = await example.starts("tests.e2e.up_with_ranks", str(EXAMPLE), "ray", "2", str(example.report), *sets)
+    assert await example.ends(up) == 0, example.text
     balanced(example.report)
 
 
 def test_no_room_is_said() -> None:
     words = ["--ranks", "2", "--gpus", "7", "--address", "local", "--timeout", "3"]
+    service = ["--nats", "nats://127.0.0.1:1", "--run", "none"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "services.trainer.ray_ranks",
-            *words,
-            "--",
-            "--nats",
-            "nats://127.0.0.1:1",
-            "--run",
-            "none",
-        ],
+        tied(sys.executable, "-m", "services.trainer.ray_ranks", *words, "--", *service),
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 1
