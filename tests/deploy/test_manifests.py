@@ -18,6 +18,12 @@ from shared.permissions import ROLES
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERVICES = ("controller", "dcs", "reward", "rollout", "trainer")
 KUBERNETES = DEPLOY / "kubernetes"
+OPTIONAL = {"teacher.yaml", "reference.yaml"}
+"""What only some run files need: named in the kustomization as a comment."""
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((KUBERNETES / name).read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +92,41 @@ def test_the_cluster_takes_what_broker_init_makes(tmp_path: Path) -> None:
     for files in generated.values():
         for file in files:
             assert (tmp_path / file.rpartition("=")[2]).is_file(), file
-    assert {name.removeprefix("key-") for name in generated if name != "nodes"} == set(ROLES) - {"stage", "observer"}
+    assert {name.removeprefix("key-") for name in generated if name != "nodes"} == set(ROLES) - {"observer"}
     mounted = set()
-    for name in kustomization["resources"]:
-        for document in yaml.safe_load_all((KUBERNETES / name).read_text()):
+    for name in {*kustomization["resources"], *OPTIONAL}:
+        for document in documents(name):
             template = document.get("spec", {}).get("template", {}).get("spec", {})
             mounted |= {volume["secret"]["secretName"] for volume in template.get("volumes", []) if "secret" in volume}
             for container in template.get("containers", []):
                 volumes = {volume["name"] for volume in template.get("volumes", [])} | {"data"}
                 assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, document["metadata"]["name"]
     assert mounted == set(generated)
+
+
+def test_each_file_of_the_cluster_is_taken_or_offered() -> None:
+    text = (KUBERNETES / "kustomization.yaml").read_text()
+    taken = set(yaml.safe_load(text)["resources"])
+    offered = set(re.findall(r"^  # - (\w+\.yaml)", text, re.MULTILINE))
+    assert offered == OPTIONAL
+    assert taken | offered == {file.name for file in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
+
+
+@pytest.mark.parametrize("stage", ["teacher", "reference"])
+def test_a_stage_of_the_cluster_is_that_of_compose(stage: str, compose: dict[str, Any]) -> None:
+    beside = compose["services"][stage]
+    assert beside["profiles"] == [stage]
+    (deployment,) = documents(f"{stage}.yaml")
+    assert deployment["metadata"]["name"] == deployment["spec"]["selector"]["matchLabels"]["app"] == stage
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (container["image"], container["command"]) == (beside["image"], beside["entrypoint"])
+    mounts = {mount["name"]: (mount["mountPath"], mount.get("readOnly", False)) for mount in container["volumeMounts"]}
+    assert mounts["runs"] == ("/slipstream/runs", True)
+    assert "trainer:/slipstream/runs:ro" in beside["volumes"]
+    claims = {volume["name"]: volume.get("persistentVolumeClaim") for volume in pod["volumes"]}
+    assert claims["runs"] == {"claimName": "trainer"}
+    (rollout,) = (one for one in documents("services.yaml") if one["metadata"]["name"] == "rollout" and "spec" in one)
+    alike = rollout["spec"]["template"]["spec"]["containers"][0]
+    for what in ("envFrom", "livenessProbe", "startupProbe", "securityContext", "resources"):
+        assert container[what] == alike[what], what
