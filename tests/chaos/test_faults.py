@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.system import System
+from tests.chaos.system import DEADLINE_S, System
 from tests.shared.runs import until
 
 GROUPS = 16
 PLAIN = ("trainer.warm_start=null", "eval.prompts=null")
 """What is learnt does not matter here, so nobody waits for the supervised phase."""
 FOR_EVER = "steps=5000"
+SILENT_S = 20.0
+"""Twice as long as a service should be silent on a machine with a lot to do."""
 
 
 def assert_sound(report: dict[str, Any]) -> None:
@@ -32,7 +34,7 @@ def assert_sound(report: dict[str, Any]) -> None:
 
 
 async def test_what_is_stopped_is_found_by_its_silence_and_replaced(tmp_path: Path):
-    async with System(tmp_path, *PLAIN, FOR_EVER, "heartbeat_ttl_s=10") as system, system.attached() as run:
+    async with System(tmp_path, *PLAIN, FOR_EVER, f"heartbeat_ttl_s={SILENT_S}") as system, system.attached() as run:
         await system.trains(run, GROUPS)
         for replica in ("rollout-0", "reward-0", "controller-0", "dcs-0", "trainer-0"):
             await system.kill(replica, signal.SIGSTOP)
@@ -43,7 +45,7 @@ async def test_what_is_stopped_is_found_by_its_silence_and_replaced(tmp_path: Pa
         await system.kill("broker", signal.SIGSTOP)
         await system.says("the broker lived without a word for")
         before = len(system.text)
-        await until(lambda: "\nstep " in system.text[before:], "the run goes on", 120)
+        await until(lambda: "\nstep " in system.text[before:], "the run goes on", DEADLINE_S)
         assert_sound(await system.stops())
     causes = {event["replica"]: event["detail"]["cause"] for event in await system.events("--kind", "exit")}
     assert all(cause.startswith("hung") for cause in causes.values())
@@ -52,7 +54,7 @@ async def test_what_is_stopped_is_found_by_its_silence_and_replaced(tmp_path: Pa
 
 async def test_a_consumer_that_sleeps_longer_than_its_messages_wait(tmp_path: Path):
     """A newcomer, which nobody supervises here, wakes up with groups in its hands that others have long finished."""
-    async with System(tmp_path, *PLAIN, FOR_EVER, "redeliver_after_s=2") as system, system.attached() as run:
+    async with System(tmp_path, *PLAIN, FOR_EVER, "redeliver_after_s=5") as system, system.attached() as run:
         await system.trains(run, GROUPS)
         newcomer = await system.cli("serve", "rollout", "--nats", run.url, "--run", run.name, "--replica", "newcomer")
         try:
@@ -60,7 +62,7 @@ async def test_a_consumer_that_sleeps_longer_than_its_messages_wait(tmp_path: Pa
             for _ in range(10):
                 await system.trains(run, 4, by="newcomer")
                 newcomer.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(3.0)  # its messages' time is up
+                await asyncio.sleep(7.0)  # its messages' time is up
                 newcomer.send_signal(signal.SIGCONT)
                 if system.text.count("messages for rollout came again") >= 2:
                     break
@@ -94,7 +96,7 @@ async def test_streams_at_their_limits_make_writers_wait_and_nobody_is_accused(t
 
 async def test_groups_that_kill_or_break_their_consumer_end_as_dead_letters_alone(tmp_path: Path):
     poison = {"TEST_KILLS_ENGINE": "0-20", "TEST_KILLS_ROLLOUT": "0-40", "TEST_BREAKS_ROLLOUT": "0-60"}
-    async with System(tmp_path, *PLAIN, "steps=6", "redeliver_after_s=3", spoilt=poison) as system:
+    async with System(tmp_path, *PLAIN, "steps=6", "redeliver_after_s=5", spoilt=poison) as system:
         report = await system.ends()
     assert_sound(report)
     assert report["dropped"] == {"dead:rollout": 3}, "each costs itself only, and its credit came back"
@@ -141,7 +143,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_full_disk_under_the_broker_is_waited_for(tmp_path: Path, small_disk: Path):
-    sets = (*PLAIN, "steps=60", "heartbeat_ttl_s=10", "broker.max_bytes=100000000")
+    sets = (*PLAIN, "steps=60", f"heartbeat_ttl_s={SILENT_S}", "broker.max_bytes=100000000")
     async with System(tmp_path, *sets) as system:
         async with system.attached() as run:
             await system.trains(run, 2 * GROUPS)
@@ -150,7 +152,7 @@ async def test_a_full_disk_under_the_broker_is_waited_for(tmp_path: Path, small_
             while True:
                 file.write(bytes(1 << 20))
         await system.says("the disk of the broker is full")
-        await asyncio.sleep(20.0)  # twice the time after which a silent replica is taken for hung
+        await asyncio.sleep(2 * SILENT_S)  # whoever is silent for half as long is taken for hung
         assert system.running
         os.unlink(ballast)
         report = await system.ends()
