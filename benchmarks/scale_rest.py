@@ -16,6 +16,7 @@ from services.dcs import snapshots
 from services.dcs.client import DcsClient, persist
 from services.dcs.digest import TensorSpec, digest
 from services.dcs.snapshots import Manifest
+from services.dcs.state import Meeting
 from services.trainer.window import Window
 from shared import wire
 from shared.config import RunConfig
@@ -99,7 +100,7 @@ class Rest:
         part.mkdir(parents=True)
         snapshots.complete(root, part, Manifest(version, self.step, found, [], specs, [list(range(TENSORS))]))
         announced = await self.dcs.announce(
-            version, publisher=self.publisher, epoch=self.epoch, host="127.0.0.1", port=1
+            version, publisher=self.publisher, epoch=self.epoch, senders=[Meeting("127.0.0.1", 1)]
         )
         self.epoch = announced["group"]["epoch"] if announced["group"] else 0
         await self.dcs.result(version, publisher=self.publisher, ok=True, error="", seconds={})

@@ -234,7 +234,7 @@ def moving(folder: Path, ranks: int, answer: Any) -> None:
     for _ in range(5):
         started = time.perf_counter()
         copied = copier.copy(policy.hf_tensors())
-        rate = max(rate, copied.nbytes / 1e6 / (time.perf_counter() - started))
+        rate = max(rate, sum(copied.outline.nbytes) / 1e6 / (time.perf_counter() - started))
     (one,) = spread([(sample(64, 0),)], 64, policy.layout)
     policy.update(policy.forward_backward(one, SFT)["denominator"], 1e-5)
     store, copy_s, durable_s = CheckpointStore(folder.parent / f"checkpoints-{ranks}", keep=1), [], []

@@ -21,7 +21,8 @@ import torch
 from services.dcs import deltas, pulling, snapshots
 from services.dcs.deltas import Delta
 from services.dcs.snapshots import Manifest
-from services.trainer.weight_copy import Copier, write_snapshot
+from services.trainer.snapshot_files import NewSnapshot, write_shards
+from services.trainer.weight_copy import Copier
 
 EXAMPLE = Path(__file__).parents[1] / "examples/sort_letters/run.yaml"
 STEPS = 6
@@ -107,7 +108,8 @@ def speed(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
 
     def write(version: int) -> Manifest:
         copy = Copier(64 << 20).copy(tensors.items())
-        return write_snapshot(copy, root, model, version=version, step=version, owner="bench")
+        new = NewSnapshot(root, [copy.outline], version=version, step=version, owner="bench")
+        return new.complete(model, write_shards(copy, new.folder, new.shards[0]))
 
     before = write(1)
     for tensor in tensors.values():

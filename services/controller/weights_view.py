@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.dcs.versions import State
+from services.dcs.state import State
 from shared.records import Announcement, Received
 
 PUBLISHER_PHASES = ("copy_s", "checksum_s", "snapshot_s", "join_s", "broadcast_s")

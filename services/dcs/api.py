@@ -19,7 +19,8 @@ from services.dcs.control_api import GroupAnswer
 from services.dcs.coordinator import Coordinator, SnapshotMissing
 from services.dcs.files_api import Wait
 from services.dcs.offers import Offer
-from services.dcs.versions import State, UnknownVersion, Version, VersionError
+from services.dcs.state import Meeting, State, Version
+from services.dcs.versions import UnknownVersion, VersionError
 from shared.errors import TransportError
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -42,13 +43,17 @@ class OfferRequest(BaseModel):
     """One a bucket: services/dcs/segments.py."""
 
 
+class MeetingRequest(BaseModel):
+    host: str
+    port: int = Field(ge=1, le=65535)
+
+
 class AnnounceRequest(BaseModel):
     publisher: Name
     epoch: int = 0
     """The group that the publisher still has, 0: none."""
-    host: str
-    port: int = Field(ge=1, le=65535)
-    """Where a new group would meet: the publisher's TCPStore."""
+    senders: list[MeetingRequest] = Field(min_length=1)
+    """Where a new group would meet: the TCPStore of each that sends."""
     offer: OfferRequest | None = None
     """Instead of a group: engines on the publisher's device take the weights from its memory (`placement: colocate`)."""
 
@@ -146,7 +151,8 @@ def _version_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def announce(version: int, request: AnnounceRequest) -> VersionAnswer:
         """The snapshot is complete, or the weights are offered in memory, and the publisher is ready: tell the members."""
         offer = None if request.offer is None else Offer(**request.offer.model_dump())
-        known = await coordinator.announce(version, request.publisher, request.epoch, request.host, request.port, offer)
+        senders = [Meeting(one.host, one.port) for one in request.senders]
+        known = await coordinator.announce(version, request.publisher, request.epoch, senders, offer)
         return shown(known)
 
     @app.post("/versions/{version}/result")

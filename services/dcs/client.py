@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ import aiohttp
 
 from services.dcs.deltas import Delta
 from services.dcs.snapshots import CHUNK, MANIFEST, Manifest
-from services.dcs.versions import STATE_KEY, State
+from services.dcs.state import STATE_KEY, Meeting, State
 from shared import http_auth
 from shared.config import ConfigError
 from shared.errors import TransportError
@@ -86,11 +87,10 @@ class DcsClient:
         *,
         publisher: str,
         epoch: int,
-        host: str,
-        port: int,
+        senders: Sequence[Meeting],
         offer: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        body = {"publisher": publisher, "epoch": epoch, "host": host, "port": port}
+        body = {"publisher": publisher, "epoch": epoch, "senders": [asdict(one) for one in senders]}
         body |= {} if offer is None else {"offer": offer}
         return await self._json("POST", f"/versions/{version}/announce", body)
 

@@ -8,13 +8,19 @@ from pydantic import BaseModel
 from services.dcs.coordinator import Coordinator
 
 
-class GroupAnswer(BaseModel):
+class SenderAnswer(BaseModel):
     name: str
-    epoch: int
-    backend: str
+    """Of its process group."""
     host: str
     port: int
+
+
+class GroupAnswer(BaseModel):
+    epoch: int
+    backend: str
+    senders: list[SenderAnswer]
     world_size: int
+    """Of each process group: a sender and all engines."""
     members: dict[str, int]
     """Replica -> the first rank of its engine."""
     incarnations: dict[str, str]

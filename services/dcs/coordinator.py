@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ from services.dcs.mirror import Mirror
 from services.dcs.offers import Offer
 from services.dcs.rollback import Wish
 from services.dcs.snapshots import Manifest, SnapshotError
-from services.dcs.versions import STATE_KEY, Group, Member, State, UnknownVersion, Version, VersionError, Versions
+from services.dcs.state import STATE_KEY, Group, Meeting, Member, State, Version
+from services.dcs.versions import UnknownVersion, VersionError, Versions
 from shared import clock
 from shared.awake import Missing
 from shared.config import RunConfig
@@ -157,7 +158,7 @@ class Coordinator:
         return version
 
     async def announce(
-        self, version: int, publisher: str, epoch: int, host: str, port: int, offer: Offer | None = None
+        self, version: int, publisher: str, epoch: int, senders: Sequence[Meeting], offer: Offer | None = None
     ) -> Version:
         asked = self._rules.get(version)
         manifest = await self._manifest(asked) if offer is None else offer.of(asked)
@@ -165,7 +166,7 @@ class Coordinator:
         epoch_before = self.state.epoch
         known = await self.change(
             lambda rules: rules.announce(
-                version, publisher=publisher, epoch=epoch, host=host, port=port, alive=alive, now=clock.now()
+                version, publisher=publisher, epoch=epoch, senders=senders, alive=alive, now=clock.now()
             )
         )
         reach("dcs.decided")
@@ -264,11 +265,12 @@ class Coordinator:
     def group_fields(self, group: Group) -> dict[str, Any]:
         """What a member has to know of its group."""
         return {
-            "name": f"{self._config.run}-{group.epoch}-{group.port}",
             "epoch": group.epoch,
             "backend": self._config.dcs.backend,
-            "host": group.host,
-            "port": group.port,
+            "senders": [
+                {"name": f"{self._config.run}-{group.epoch}-{number}-{one.port}", "host": one.host, "port": one.port}
+                for number, one in enumerate(group.senders)
+            ],
             "world_size": group.world_size,
             "members": group.ranks(),
             "incarnations": {member.replica: member.incarnation for member in group.members},
@@ -380,6 +382,9 @@ class Coordinator:
     async def _publish(
         self, known: Version, manifest: Manifest, resync: list[str] | None = None, offer: Offer | None = None
     ) -> None:
+        group = None
+        if known.group and not resync:
+            group = self.group_fields(known.group) | {"sent_by": manifest.sent_by or [0] * len(manifest.buckets)}
         announcement = Announcement(
             version=known.version,
             step=known.step,
@@ -388,7 +393,7 @@ class Coordinator:
             shapes=[list(spec.shape) for spec in manifest.tensors],
             checksums=[spec.sha256 for spec in manifest.tensors],
             digest=known.digest,
-            group=self.group_fields(known.group) if known.group and not resync else None,
+            group=group,
             buckets=manifest.buckets,
             snapshot=f"{self.url}/versions/{known.version}/files",
             reason=known.reason,

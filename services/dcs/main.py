@@ -15,7 +15,7 @@ import uvicorn
 
 from services.dcs import api
 from services.dcs.coordinator import Coordinator
-from services.dcs.versions import STATE_KEY, State
+from services.dcs.state import STATE_KEY, State
 from shared.errors import TransportError
 from shared.http_auth import guard
 from shared.http_server import Server, bind

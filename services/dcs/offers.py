@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.dcs.snapshots import Manifest, SnapshotError
-from services.dcs.versions import Version
+from services.dcs.state import Version
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +69,8 @@ class Manifest:
     tensors: list[TensorSpec]
     buckets: list[list[int]]
     """Indices into `tensors`, bucket by bucket, in the order of sending."""
+    sent_by: list[int] = field(default_factory=list)
+    """The number of the sender of each bucket, if there are several: the trainer's pipeline stages, say."""
 
     def __post_init__(self) -> None:
         found = digest(self.tensors)
@@ -78,6 +80,8 @@ class Manifest:
             )
         if sorted(index for bucket in self.buckets for index in bucket) != list(range(len(self.tensors))):
             raise SnapshotError(f"{MANIFEST} of version {self.version}: the buckets do not hold every tensor once")
+        if self.sent_by and (len(self.sent_by) != len(self.buckets) or min(self.sent_by) < 0):
+            raise SnapshotError(f"{MANIFEST} of version {self.version}: sent_by does not name one sender a bucket")
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()

@@ -7,27 +7,21 @@ Guarantees, held by the property tests in tests/dcs/test_versions.py:
 - A group's epoch only grows. A group is used again only while its publisher and members are the same and nothing failed in it.
 - A member that has not answered a broadcast by its deadline is out of the group until it joins again.
 
-Time and the set of living replicas come in as arguments. `State` is what survives: the DCS stores it under KV key `dcs` after
-every change and before it answers. It has no tensor lists: those lie with the snapshots, so that the state stays small.
+Time and the set of living replicas come in as arguments; what survives is the `State` (state.py).
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Set
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
 
+from services.dcs.state import Group, Meeting, Member, State, Version
 from shared.records import Received
-from shared.wire import MAGIC, WireError, decode, encode, schema
 
-STATE_KEY = "dcs"
-"""Where the state lies in the run's config bucket."""
 KEPT_VERSIONS = 16
 """Versions whose course is remembered, beside pinned ones; older ones leave only their number behind."""
 KEPT_PUBLISHERS = 16
 """Replaced publishers that are still recognised and refused."""
-COMPRESSION = 1
 JOIN_S = 20.0
 """What joining a group may take: members that live join within moments; the rest of a broadcast's time is for sending."""
 FAILED_GRACE_S = 5.0
@@ -44,144 +38,6 @@ class UnknownVersion(VersionError):
 
 class Superseded(VersionError):
     """The publisher or the version has been replaced by a newer one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A replica that takes part in broadcasts."""
-
-    replica: str
-    incarnation: str
-    """Its process: a replica that was restarted under its old name is another member."""
-    world_size: int
-    """Ranks that its engine brings into the group."""
-    joined_at: float = field(compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Who is in the process group of one epoch, and where its members meet. The publisher is rank 0."""
-
-    epoch: int
-    publisher: str
-    host: str
-    port: int
-    members: list[Member]
-
-    @property
-    def world_size(self) -> int:
-        return 1 + sum(member.world_size for member in self.members)
-
-    def ranks(self) -> dict[str, int]:
-        """The first rank of each member's engine."""
-        ranks, rank = {}, 1
-        for member in self.members:
-            ranks[member.replica] = rank
-            rank += member.world_size
-        return ranks
-
-
-@dataclass(slots=True)
-class Version:
-    """The course of one version: allocated, then announced, then settled; or abandoned before it was announced."""
-
-    version: int
-    step: int
-    digest: str
-    reason: str
-    publisher: str
-    """Incarnation of the trainer that publishes it."""
-    allocated_at: float
-    phase: Literal["allocated", "announced", "settled", "abandoned"] = "allocated"
-    group: Group | None = None
-    """Formed when it is announced. None: there was no member, so it is told and can be pulled, but not sent."""
-    announced_at: float = 0.0
-    deadline: float = 0.0
-    """When whoever has not answered is left behind."""
-    result: Literal["", "ok", "failed"] = ""
-    """The publisher's word on its broadcast."""
-    error: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
-    answers: dict[str, str] = field(default_factory=dict)
-    """Replica -> `broadcast` or `snapshot` once it verified its copy, `failed` if it could not use the broadcast."""
-    dropped: list[str] = field(default_factory=list)
-    """Members that were left behind over this version."""
-
-    def awaited(self) -> list[Member]:
-        """Members of its group that have neither answered nor been left behind."""
-        members = self.group.members if self.group else []
-        return [m for m in members if m.replica not in self.answers and m.replica not in self.dropped]
-
-    def clean(self) -> bool:
-        """Everyone in the group got it by broadcast."""
-        members = self.group.members if self.group else []
-        return self.result == "ok" and all(self.answers.get(member.replica) == "broadcast" for member in members)
-
-
-@schema("dcs_state", 1)
-@dataclass(slots=True)
-class State:
-    """All that a restarted DCS needs."""
-
-    url: str = ""
-    """Where the DCS listens."""
-    next_version: int = 1
-    epoch: int = 0
-    publisher: str = ""
-    retired: list[str] = field(default_factory=list)
-    """Publishers that were replaced."""
-    group: Group | None = None
-    """The newest group, while it can be used again."""
-    members: list[Member] = field(default_factory=list)
-    """Who wants to be in the next group."""
-    versions: list[Version] = field(default_factory=list)
-    held: dict[str, int] = field(default_factory=dict)
-    """Replica -> the version that it last verified."""
-    pins: list[int] = field(default_factory=list)
-    """Versions whose snapshots are kept until they are unpinned."""
-    received_seq: int = 0
-    """Last message of the weights stream that is folded into this state."""
-
-    def dump(self) -> bytes:
-        """One message for the broker, which takes no more than a megabyte as one: each group is in it once, however many
-        versions went to it, and all of it is compressed."""
-        groups: dict[int, Group] = {}
-        for group in (self.group, *(known.group for known in self.versions)):
-            if group is not None:
-                groups[group.epoch] = group
-        epochs = [known.group.epoch if known.group else 0 for known in self.versions]
-        bare = replace(self, group=None, versions=[replace(known, group=None) for known in self.versions])
-        stored = Stored(bare, list(groups.values()), self.group.epoch if self.group else 0, epochs)
-        return zlib.compress(encode(stored), COMPRESSION)
-
-    @classmethod
-    def load(cls, data: bytes) -> State:
-        if data.startswith(MAGIC):  # of a run that began when states were stored as they are
-            return decode(data, State)
-        try:
-            stored = decode(zlib.decompress(data), Stored)
-        except zlib.error as error:
-            raise WireError(f"not a stored state of the DCS: {error}") from error
-        groups: dict[int, Group | None] = {0: None} | {group.epoch: group for group in stored.groups}
-        state = stored.state
-        state.group = groups[stored.epoch]
-        for known, epoch in zip(state.versions, stored.epochs, strict=True):
-            known.group = groups[epoch]
-        return state
-
-
-@schema("dcs_stored", 1)
-@dataclass(slots=True)
-class Stored:
-    """A State as it lies in KV. Epoch 0 is no group."""
-
-    state: State
-    """Without groups."""
-    groups: list[Group]
-    epoch: int
-    """Of the newest group."""
-    epochs: list[int]
-    """Of each version's group."""
 
 
 class Versions:
@@ -241,11 +97,18 @@ class Versions:
         return self.state.pins
 
     def announce(
-        self, version: int, *, publisher: str, epoch: int, host: str, port: int, alive: Set[str] | None, now: float
+        self,
+        version: int,
+        *,
+        publisher: str,
+        epoch: int,
+        senders: Sequence[Meeting],
+        alive: Set[str] | None,
+        now: float,
     ) -> Version:
         """The publisher is ready to send: form the group and start the clock of the deadline. Repeating changes nothing.
 
-        `epoch` is the group that the publisher still has (0: none), `host` and `port` where it would meet a new one.
+        `epoch` is the group that the publisher still has (0: none), `senders` where a new one would meet.
         `alive` None: not known, so nobody is put out.
         """
         known = self._own(version, publisher)
@@ -254,7 +117,7 @@ class Versions:
         if alive is not None:
             self._put_out(member for member in self.state.members if self._missing(member, alive, now))
             self.state.held = {replica: held for replica, held in self.state.held.items() if replica in alive}
-        known.group = self._form_group(epoch, host, port)
+        known.group = self._form_group(epoch, senders)
         known.phase, known.announced_at, known.deadline = "announced", now, now + self.timeout_s
         return known
 
@@ -363,14 +226,14 @@ class Versions:
             raise Superseded(f"version {version} was overtaken by a later one before it was announced")
         return known
 
-    def _form_group(self, epoch: int, host: str, port: int) -> Group | None:
+    def _form_group(self, epoch: int, senders: Sequence[Meeting]) -> Group | None:
         state = self.state
         members = sorted(state.members, key=lambda member: member.replica)
         if not members:
             state.group = None
         elif state.group is None or state.group.epoch != epoch or state.group.members != members:
             state.epoch += 1
-            state.group = Group(state.epoch, state.publisher, host, port, members)
+            state.group = Group(state.epoch, state.publisher, list(senders), members)
         return state.group
 
     def _overtake(self, known: Version, now: float) -> None:

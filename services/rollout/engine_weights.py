@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from services.dcs.digest import TensorSpec, differences
 from services.dcs.versions import JOIN_S
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError, PauseMode, SwitchMode
 from shared.records import Announcement
+from shared.timing import timed
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ class EngineWeights:
         self._engine, self._on_new = engine, mode
         self._mode: SwitchMode = "in_place" if mode == "in_place" else "retract"
         self.stages, self.verifiable = stages, verifiable
-        self._group = ""
+        self._groups: list[str] = []
+        """Of the broadcast: one a sender."""
 
     @classmethod
     async def attach(
@@ -73,13 +76,16 @@ class EngineWeights:
         assert told.group is not None
         specs, version = specs_of(told), str(told.version)
         deadline = time.monotonic() + float(told.group["timeout_s"])
-        with timed(seconds, "join"):
-            await self._join(told.group, rank, deadline)
         try:
+            with timed(seconds, "join"):
+                await self._join(told.group, rank, deadline)
             async with self._update(version, specs, seconds, session=True):
                 with timed(seconds, "transfer"):
-                    buckets = [[specs[index] for index in bucket] for bucket in told.buckets]
-                    await self._receive(buckets, version, deadline)
+                    sent = [
+                        (self._groups[sender], [specs[index] for index in bucket])
+                        for sender, bucket in zip(told.group["sent_by"], told.buckets, strict=True)
+                    ]
+                    await self._receive(sent, version, deadline)
         except (EngineError, WeightsRefused):
             await self.leave_group()
             raise
@@ -107,16 +113,15 @@ class EngineWeights:
                 )
 
     async def leave_group(self) -> None:
-        """Give the process group up, if there is one."""
-        name, self._group = self._group, ""
-        if not name:
-            return
-        try:
-            await self._engine.destroy_group(name)
-        except EngineDead:
-            raise
-        except EngineError as error:  # it may never have got into the group, which is as well
-            log.info("the engine did not leave group %s: %s", name, error)
+        """Give the process groups up, if there are any."""
+        names, self._groups = self._groups, []
+        for name in names:
+            try:
+                await self._engine.destroy_group(name)
+            except EngineDead:
+                raise
+            except EngineError as error:  # it may never have got into the group, which is as well
+                log.info("the engine did not leave group %s: %s", name, error)
 
     def _update(
         self, version: str, tensors: Sequence[TensorSpec], seconds: dict[str, float], *, session: bool
@@ -127,34 +132,34 @@ class EngineWeights:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _join(self, group: dict[str, object], rank: int, deadline: float) -> None:
-        name = str(group["name"])
-        if name == self._group:
+    async def _join(self, group: dict[str, Any], rank: int, deadline: float) -> None:
+        """Meet every sender, in the same order as all other members do."""
+        if self._groups == [sender["name"] for sender in group["senders"]]:
             return
         await self.leave_group()
-        await self._engine.init_group(
-            str(group["host"]),
-            int(str(group["port"])),
-            rank,
-            int(str(group["world_size"])),
-            name,
-            str(group["backend"]),
-            max(1.0, min(JOIN_S, deadline - time.monotonic())),
-        )
-        self._group = name
+        for sender in group["senders"]:
+            self._groups.append(sender["name"])
+            await self._engine.init_group(
+                sender["host"],
+                sender["port"],
+                rank,
+                group["world_size"],
+                sender["name"],
+                group["backend"],
+                max(1.0, min(JOIN_S, deadline - time.monotonic())),
+            )
 
-    async def _receive(self, buckets: list[list[TensorSpec]], version: str, deadline: float) -> None:
-        """One call for all buckets, if the engine stages. SGLang's own API wants one for each, and to be told with the last
-        what they make."""
+    async def _receive(self, sent: list[tuple[str, list[TensorSpec]]], version: str, deadline: float) -> None:
+        """Buckets, each in its sender's group. One call for all of them, if the engine stages. SGLang's own API wants one for
+        each, and to be told with the last what they make."""
         if self.stages:
-            left = max(0.1, deadline - time.monotonic())
-            await self._engine.update_from_buckets([(self._group, bucket) for bucket in buckets], left)
+            await self._engine.update_from_buckets(sent, max(0.1, deadline - time.monotonic()))
             return
-        for number, bucket in enumerate(buckets, start=1):
-            last = number == len(buckets)
+        for number, (group, bucket) in enumerate(sent, start=1):
+            last = number == len(sent)
             await self._engine.update_from_distributed(
                 bucket,
-                self._group,
+                group,
                 weight_version=version if last else None,
                 flush_cache=last and self._mode == "retract",
                 timeout_s=max(0.1, deadline - time.monotonic()),
@@ -205,12 +210,3 @@ class EngineWeights:
 def specs_of(told: Announcement) -> list[TensorSpec]:
     columns = zip(told.names, told.dtypes, told.shapes, told.checksums, strict=True)
     return [TensorSpec(name, dtype, tuple(shape), sha256) for name, dtype, shape, sha256 in columns]
-
-
-@contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[name] = time.monotonic() - started

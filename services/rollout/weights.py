@@ -31,12 +31,13 @@ from services.dcs.client import DcsClient, DcsUnavailable, Refused, persist
 from services.dcs.digest import ManifestError
 from services.dcs.pulling import Pulled, pull
 from services.dcs.snapshots import Manifest, SnapshotError
-from services.rollout.engine_weights import EngineWeights, WeightsRefused, timed
+from services.rollout.engine_weights import EngineWeights, WeightsRefused
 from services.rollout.engines.client import EngineClient, EngineDead, EngineError
 from shared import failpoints
 from shared.config import ConfigError
 from shared.records import Announcement, Received
 from shared.service import Context, ServiceFailed
+from shared.timing import timed
 from shared.wire import WireError, decode
 
 log = logging.getLogger(__name__)

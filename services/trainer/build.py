@@ -13,6 +13,7 @@ import torch
 from services.trainer.channel import Gathering
 from services.trainer.megatron.policy import Policy, Role
 from services.trainer.ranks import RankedPolicy, Ranks
+from services.trainer.stage import StageAddress
 from shared.config import ConfigError, RunConfig
 
 
@@ -43,6 +44,14 @@ def build(config: RunConfig, gathering: Gathering | None = None) -> RankedPolicy
     except BaseException:
         channel.abandon()
         raise
+
+
+def open_stages(config: RunConfig, policy: RankedPolicy) -> list[StageAddress]:
+    """Leader: the further senders of the weights, one a pipeline stage beside its own. On a device that is shared with engines
+    these take all weights from the leader's memory."""
+    if policy.layout.pipeline == 1 or config.colocated:
+        return []
+    return policy.open_stages(config.dcs.bucket_mb, config.dcs.timeout_s)
 
 
 def build_rank(config: RunConfig, device: str, folder: Path, role: Role) -> Policy:

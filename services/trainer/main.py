@@ -26,6 +26,7 @@ from typing import Any
 from services.dcs import rollback
 from services.trainer.algorithms import first_pass, needs_first_pass
 from services.trainer.algorithms.reductions import finish, merge
+from services.trainer.build import open_stages
 from services.trainer.channel import RankLost
 from services.trainer.checkpoint import CheckpointError, CheckpointStore
 from services.trainer.intake import Intake, Rollback, sample_steps
@@ -97,8 +98,9 @@ async def train(ctx: Context) -> None:
 
 
 async def go_on(ctx: Context, start: Start, store: CheckpointStore, turn: DeviceTurn) -> None:
-    publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path))
-    version = await publisher.publish(start.step, start.policy.hf_tensors(), start.reason)
+    stages = await ctx.compute(open_stages, ctx.config, start.policy)
+    publisher = WeightPublisher(ctx, ctx.config.path(ctx.config.model.path), stages)
+    version = await publisher.publish(start.step, start.policy.outgoing(), start.reason)
     intake = Intake(ctx, start.window, start.rollbacks, start.epoch)
     try:
         await intake.open()
@@ -278,7 +280,7 @@ class Training:
         """Free the groups' slots, and hand the new weights over: they get their number while the next update is under way."""
         with self.ctx.metrics.wait("weights"):
             self.version = await self.publisher.numbered()
-            handing = self.publisher.hand_over(self.step, self.policy.hf_tensors(), "update")
+            handing = self.publisher.hand_over(self.step, self.policy.outgoing(), "update")
             if self.step == self.config.steps:  # the run is over with these receipts, and the DCS may leave
                 await self.ctx.vouch(handing)
                 await self.ctx.vouch(self.publisher.announced())

@@ -8,6 +8,7 @@ hangs ends all of them (channel.py). With one rank nothing is sent. tests/traine
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,9 +26,13 @@ from services.trainer.megatron.policy import Policy, Role
 from services.trainer.megatron.state import StateMismatch
 from services.trainer.megatron.step import NonFiniteError, Scores, tokens_of
 from services.trainer.model_folder import ModelFolderError, read_architecture
+from services.trainer.sender import Sender
 from services.trainer.spread import Spread
+from services.trainer.stage import StageAddress, StageServer
 from services.trainer.state_files import Written, file_of, write_behind
 from services.trainer.tensorfile import DiskFullError, Spec
+from services.trainer.weight_copy import Copier
+from shared.network import own_address
 from shared.sections import OptimizerConfig
 
 TELLABLE: dict[str, type[Exception]] = {
@@ -58,6 +63,8 @@ class Ranks:
     models: dict[str, Policy] = field(default_factory=dict)
     _walking: Iterator[Any] | None = None
     _saving: Future[Written] | None = None
+    _stage: StageServer | None = None
+    """Sends the weights of the stage that this rank heads."""
 
     def add(self, name: str, folder: Path, role: Role = "actor") -> RankedPolicy:
         """Leader: build a model on all ranks."""
@@ -154,6 +161,10 @@ class Ranks:
         if order["do"] == "saved":
             assert self._saving is not None
             return self._saving.result() if self._saving.done() else None
+        if order["do"] == "open_stage":
+            return self._open_stage(self.models[order["model"]], **arguments)
+        if order["do"] == "outgoing":
+            return self._copy_out(self.models[order["model"]])
         if order["do"] == "copy_weights":
             return self.models[order["model"]].copy_weights(self.models[arguments["source"]])
         return OPERATIONS[order["do"]](self.models[order["model"]], **arguments)
@@ -163,6 +174,21 @@ class Ranks:
         rank = 0 if self.channel is None else self.channel.rank
         self._saving = write_behind(folder / file_of(rank), staged)
 
+    def _open_stage(self, model: Policy, bucket_mb: int, timeout_s: float) -> list[Any] | None:
+        """On the head of a pipeline stage that is not the leader's: where it takes orders for its sender."""
+        rank = 0 if self.channel is None else self.channel.rank
+        if rank == 0 or model.shards.head_of(rank) != rank:
+            return None
+        self._stage = StageServer(Sender(Copier(bucket_mb << 20), timeout_s))
+        return [own_address(os.environ["MASTER_ADDR"]), self._stage.port]
+
+    def _copy_out(self, model: Policy) -> None:
+        """On other ranks than the leader."""
+        if self._stage is None:
+            _exhaust(model.stage_tensors())
+        else:
+            self._stage.sender.copy(model.stage_tensors())
+
 
 class RankedPolicy:
     """A model on all ranks, as the leader works with it."""
@@ -171,6 +197,7 @@ class RankedPolicy:
         self.ranks, self.name = ranks, name
         self.local = ranks.models[name]
         self.layout, self.architecture, self.folder = self.local.layout, self.local.architecture, self.local.folder
+        self._by_stage = False
 
     @classmethod
     def alone(cls, policy: Policy, build: Build | None = None) -> RankedPolicy:
@@ -247,6 +274,19 @@ class RankedPolicy:
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor), one at a time. May share memory with the model: copy before the next update."""
         return self.ranks.walk("hf_tensors", self.name, self.local.hf_tensors)
+
+    def open_stages(self, bucket_mb: int, timeout_s: float) -> list[StageAddress]:
+        """From now on the head of each further pipeline stage sends the weights of that stage: where they take orders for it."""
+        answers = self._all("open_stage", bucket_mb=bucket_mb, timeout_s=timeout_s)
+        self._by_stage = True
+        return [StageAddress(rank, *answer) for rank, answer in enumerate(answers) if answer is not None]
+
+    def outgoing(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this process sends of the weights, as `hf_tensors`: all of it, or its own stage while the others are copied by the
+        heads of theirs."""
+        if not self._by_stage:
+            return self.hf_tensors()
+        return self.ranks.walk("outgoing", self.name, self.local.stage_tensors)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, summed gradient), before `update`."""

@@ -3,32 +3,27 @@
 The tensors lie one after another in flat uint8 buckets of about `dcs.bucket_mb`, each bucket of one dtype, so that a bucket
 is broadcast as it is and every tensor in it is aligned. Buckets are host memory and are used again for the next version, or
 segments of shared memory, new ones for each version (services/dcs/segments.py). Each tensor is hashed as soon as it is copied, in
-other threads. `write_snapshot` makes the Hugging Face folder of it.
+other threads. What others have to know of a copy is its `Outline`; `manifest_of` puts those of all senders together.
 tests/dcs/test_publisher.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any, Self
 
 import torch
 
 from services.dcs import snapshots
 from services.dcs.digest import TensorSpec, checksum, digest, dtype_name
 from services.dcs.segments import Segment
-from services.trainer.model_folder import COPIED_FILES
-from services.trainer.tensorfile import Spec, TensorWriter
 
 HASHERS = min(4, os.cpu_count() or 1)
-SHARD_BYTES = 4 << 30
-"""A weights file of a snapshot is about this large at most."""
 
 
 @dataclass(slots=True)
@@ -47,23 +42,35 @@ class Bucket:
         return self.buffer[: self.used]
 
 
-@dataclass(slots=True)
-class Copy:
-    """The weights of one version."""
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A copy without its bytes."""
 
     specs: list[TensorSpec]
-    buckets: list[Bucket]
+    buckets: list[list[int]]
+    """Indices into `specs`, bucket by bucket."""
+    nbytes: list[int]
+    """Of each bucket."""
     copy_s: float
     checksum_s: float
     """What hashing took beyond the copying."""
 
-    @property
-    def digest(self) -> str:
-        return digest(self.specs)
+    def plain(self) -> dict[str, Any]:
+        """As a message."""
+        return asdict(self)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(bucket.used for bucket in self.buckets)
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Self:
+        specs = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in plain["specs"]]
+        return cls(**{**plain, "specs": specs})
+
+
+@dataclass(slots=True)
+class Copy:
+    """The weights of one version, or a sender's part of them."""
+
+    outline: Outline
+    buckets: list[Bucket]
 
     def unshare(self) -> None:
         """Nobody else will take it any more. It stays readable here."""
@@ -116,7 +123,8 @@ class Copier:
             copied = time.monotonic()
             specs = [TensorSpec(name, dtype, shape, sha.result()) for name, dtype, shape, sha in found]
         self._spare = [bucket.buffer for bucket in buckets if bucket.segment is None]
-        return Copy(specs, buckets, copied - started, time.monotonic() - copied)
+        indices, nbytes = [bucket.indices for bucket in buckets], [bucket.used for bucket in buckets]
+        return Copy(Outline(specs, indices, nbytes, copied - started, time.monotonic() - copied), buckets)
 
     def _bucket(self, dtype: torch.dtype, size: int, spare: list[torch.Tensor]) -> Bucket:
         wanted = max(size, self._bucket_bytes)
@@ -129,61 +137,18 @@ class Copier:
         return Bucket(dtype, torch.empty(wanted, dtype=torch.uint8, device="cpu"))
 
 
-def write_snapshot(
-    copy: Copy, root: Path, model_dir: Path, *, version: int, step: int, owner: str
+def manifest_of(
+    outlines: Sequence[Outline], version: int, step: int, files: Sequence[snapshots.FileEntry] = ()
 ) -> snapshots.Manifest:
-    """Write the copy as version `version` below `root`, complete with config and tokenizer of `model_dir`."""
-    part = snapshots.partial(root, version, owner)
-    if part.exists():
-        shutil.rmtree(part)
-    part.mkdir(parents=True)
-    files = _write_tensors(copy, part)
-    for pattern in COPIED_FILES:
-        for source in sorted(model_dir.glob(pattern)):
-            shutil.copyfile(source, part / source.name)
-            files.append(snapshots.FileEntry(source.name, *snapshots.hash_file(part / source.name)))
-    manifest = manifest_of(copy, version, step, files)
-    snapshots.complete(root, part, manifest)
-    return manifest
-
-
-def manifest_of(copy: Copy, version: int, step: int, files: Sequence[snapshots.FileEntry] = ()) -> snapshots.Manifest:
-    """What identifies the copy as version `version`."""
-    buckets = [bucket.indices for bucket in copy.buckets]
-    return snapshots.Manifest(version, step, copy.digest, list(files), copy.specs, buckets)
-
-
-def _write_tensors(copy: Copy, part: Path) -> list[snapshots.FileEntry]:
-    shards: list[list[Bucket]] = [[]]
-    for bucket in copy.buckets:
-        if shards[-1] and sum(b.used for b in shards[-1]) + bucket.used > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(bucket)
-    files: list[snapshots.FileEntry] = []
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        files.append(_write_shard(copy, shard, part / name))
-        weight_map |= {copy.specs[index].name: name for bucket in shard for index in bucket.indices}
-    if len(shards) > 1:
-        index_file = part / "model.safetensors.index.json"
-        index_file.write_text(json.dumps({"metadata": {"total_size": copy.nbytes}, "weight_map": weight_map}, indent=1))
-        files.append(snapshots.FileEntry(index_file.name, *snapshots.hash_file(index_file)))
-    return files
-
-
-def _write_shard(copy: Copy, shard: list[Bucket], path: Path) -> snapshots.FileEntry:
-    listed = [(bucket, copy.specs[index]) for bucket in shard for index in bucket.indices]
-    writer = TensorWriter(path, [Spec(spec.name, bucket.dtype, spec.shape) for bucket, spec in listed])
-    try:
-        for bucket in shard:
-            offset = 0
-            for index in bucket.indices:
-                spec = copy.specs[index]
-                writer.write(bucket.data[offset : offset + spec.nbytes].view(bucket.dtype).view(spec.shape))
-                offset += spec.nbytes
-    except BaseException:
-        writer.abort()
-        raise
-    sha256 = writer.close()
-    return snapshots.FileEntry(path.name, writer.nbytes, sha256)
+    """What identifies these copies, one of each sender, together as version `version`. Raises ManifestError if two have a tensor
+    of the same name. The senders take turns, bucket by bucket: none waits for longer than the others' buckets take."""
+    specs = [spec for outline in outlines for spec in outline.specs]
+    first, queues = 0, []
+    for number, outline in enumerate(outlines):
+        queues.append([(number, [first + index for index in bucket]) for bucket in outline.buckets])
+        first += len(outline.specs)
+    turns = [turn for row in zip_longest(*queues) for turn in row if turn is not None]
+    sent_by = [number for number, _ in turns] if len(outlines) > 1 else []
+    return snapshots.Manifest(
+        version, step, digest(specs), list(files), specs, [bucket for _, bucket in turns], sent_by
+    )

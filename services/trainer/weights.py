@@ -5,7 +5,9 @@ the snapshot, meets the members and sends. Publications follow each other: while
 copied, but no more. Guarantees: a version is announced only when its snapshot is complete; every step has a deadline, so a
 member that is dead or stopped costs at most `dcs.timeout_s` and is left behind; a DCS that is away is waited for, and asked
 again without a second version arising. A trainer process is one publisher: when a newer one has published, this one is refused
-and must stop. tests/dcs/test_publisher.py, test_weights.py.
+and must stop. Where the model is cut into pipeline stages the weights have several senders, each with those of its stage
+(sender.py). They are one version all the same: the leader alone speaks to the DCS of it, and a sender that fails fails for all.
+tests/dcs/test_publisher.py, test_weights.py, test_stages.py.
 
 With `placement: colocate` the copy lies in shared memory, and the version is announced with it at once; its snapshot is written
 afterwards, for those who come later. `unshare` removes what every engine has taken.
@@ -19,25 +21,25 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from services.dcs import collective, segments, snapshots
+from services.dcs import segments, snapshots
 from services.dcs.client import DcsClient, DcsUnavailable, Refused, persist
-from services.dcs.collective import CollectiveError
+from services.dcs.digest import digest
 from services.dcs.snapshots import Manifest
-from services.dcs.versions import FAILED_GRACE_S, JOIN_S
-from services.trainer.weight_copy import Copier, Copy, manifest_of, write_snapshot
+from services.dcs.versions import FAILED_GRACE_S
+from services.trainer.sender import Sender, SenderHandle, Sent
+from services.trainer.snapshot_files import NewSnapshot
+from services.trainer.stage import StageAddress, StageLost
+from services.trainer.weight_copy import Copier, Copy, Outline, manifest_of
 from shared import failpoints
-from shared.network import own_address
 from shared.service import Context, ServiceFailed
+from shared.timing import timed
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,9 @@ class Publication:
     step: int
     reason: str
     copy: Copy
+    """What this process sends of it."""
+    outlines: list[Outline]
+    """Of all senders."""
     seconds: dict[str, float]
     version: int = 0
     numbered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,32 +75,33 @@ class Publication:
     error: str = ""
     """Why that failed."""
 
+    @property
+    def digest(self) -> str:
+        return digest(spec for outline in self.outlines for spec in outline.specs)
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The process group of an epoch, and the store over which it met."""
-
-    epoch: int
-    group: dist.ProcessGroup
-    store: dist.TCPStore | None
+    @property
+    def nbytes(self) -> int:
+        return sum(sum(outline.nbytes) for outline in self.outlines)
 
 
 class WeightPublisher:
     """The trainer leader's side of the weights."""
 
-    def __init__(self, ctx: Context, model_dir: Path) -> None:
+    def __init__(self, ctx: Context, model_dir: Path, stages: Sequence[StageAddress] = ()) -> None:
+        """`stages`: the further senders. They have copied theirs when the tensors that are handed over here are exhausted."""
         self._ctx, self._model_dir = ctx, model_dir
         self._options = ctx.config.dcs
         self._root = ctx.config.work_path / "snapshots"
         self._incarnation = uuid.uuid4().hex
         self._dcs = DcsClient(ctx.kv)
         self._shared = ctx.config.colocated
-        self._copier = Copier(self._options.bucket_mb << 20, self._names() if self._shared else None)
-        # Every call of torch.distributed is made in this one thread: building groups is not thread-safe.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
-        self._joined: Joined | None = None
-        self._spare: dist.TCPStore | None = None
-        """Where the next group will meet."""
+        copier = Copier(self._options.bucket_mb << 20, self._names() if self._shared else None)
+        self._own = Sender(copier, self._options.timeout_s)
+        patience_s = ctx.config.trainer.rank_timeout_s
+        here = SenderHandle(lambda order, _: self._own.handle(order), patience_s)
+        self._senders = [here, *(stage.handle(patience_s) for stage in stages)]
+        self._epoch = 0
+        """Of the group that all senders are in."""
         self._last: Publication | None = None
         self._delivery: asyncio.Task[None] | None = None
         """Of the last publication; it is done after those before."""
@@ -125,11 +131,14 @@ class WeightPublisher:
         self.unshare()
         seconds = {"publish_wait_s": time.monotonic() - started}
         try:
-            copy = await self._ctx.compute(self._copier.copy, tensors)
+            own = await self._ctx.compute(self._own.copy, tensors)
         except segments.SegmentError as error:
             raise ServiceFailed(str(error)) from error
-        seconds |= {"copy_s": copy.copy_s, "checksum_s": copy.checksum_s}
-        self._last = Publication(step, reason, copy, seconds)
+        assert self._own.held is not None
+        outlines = [own, *await asyncio.gather(*(sender.outline() for sender in self._senders[1:]))]
+        seconds["copy_s"] = max(outline.copy_s for outline in outlines)
+        seconds["checksum_s"] = max(outline.checksum_s for outline in outlines)
+        self._last = Publication(step, reason, self._own.held, outlines, seconds)
         self._delivery = asyncio.create_task(self._deliver(self._last, self._delivery))
 
     async def numbered(self) -> int:
@@ -180,8 +189,9 @@ class WeightPublisher:
             log.warning("the last publication was not finished: %s", error)
         finally:
             self.unshare()
-            await self._in_thread(self._leave)
-            self._thread.shutdown(wait=False)
+            await self._leave()
+            for sender in self._senders:
+                sender.close()
             await self._dcs.close()
 
     # -- one publication ----------------------------------------------------------------------------------------------
@@ -209,17 +219,17 @@ class WeightPublisher:
             self._ctx.metrics.emit(
                 step=publication.step,
                 weights_version=publication.version,
-                weights_bytes=publication.copy.nbytes,
+                weights_bytes=publication.nbytes,
                 **publication.seconds,
             )
 
     async def _number(self, publication: Publication) -> None:
-        with _timed(publication, "number_s"):
+        with timed(publication.seconds, "number_s"):
             answer = await self._ask(
                 lambda: self._dcs.allocate(
                     publisher=self._incarnation,
                     step=publication.step,
-                    digest=publication.copy.digest,
+                    digest=publication.digest,
                     reason=publication.reason,
                 )
             )
@@ -229,13 +239,13 @@ class WeightPublisher:
     def _offer(self, publication: Publication) -> dict[str, Any]:
         """Where engines of this host find the copy, and what it is."""
         names = [bucket.segment.name for bucket in publication.copy.buckets if bucket.segment is not None]
-        manifest = manifest_of(publication.copy, publication.version, publication.step)
+        manifest = manifest_of(publication.outlines, publication.version, publication.step)
         return {"manifest": asdict(manifest), "host": socket.gethostname(), "segments": names}
 
     async def _keep(self, publication: Publication) -> None:
         """Write the snapshot, where the DCS sees it or has it sent."""
-        with _timed(publication, "snapshot_s"):
-            manifest = await asyncio.to_thread(self._write, publication)
+        with timed(publication.seconds, "snapshot_s"):
+            manifest = await self._write(publication)
             if self._shared and not await self._ask(lambda: self._sees(publication.version)):
                 await self._ask(lambda: self._upload(publication.version, manifest))
         publication.manifest = manifest
@@ -254,18 +264,17 @@ class WeightPublisher:
         await self._dcs.upload(version, snapshots.folder(self._root, version), manifest)
 
     async def _send(self, publication: Publication, offer: dict[str, Any] | None = None) -> None:
-        await self._in_thread(self._meet)
-        with _timed(publication, "announce_s"):
+        with timed(publication.seconds, "announce_s"):
             group = publication.group = await self._announce(publication, offer)
         publication.announced.set()
         failpoints.reach("weights.announced")
         if group is not None:
-            publication.error = await self._in_thread(lambda: self._broadcast(publication, group))
+            await self._broadcast(publication, group)
         failpoints.reach("weights.sent")
 
     async def _settle(self, publication: Publication) -> None:
         """Tell the result, and wait until every member has answered or is left behind. A group that failed is given up."""
-        with _timed(publication, "settle_s"):
+        with timed(publication.seconds, "settle_s"):
             status = await self._ask(
                 lambda: self._dcs.result(
                     publication.version,
@@ -277,29 +286,31 @@ class WeightPublisher:
                 )
             )
             if not await self._await_answers(publication.version, status) or publication.group is None:
-                await self._in_thread(self._leave)
+                await self._leave()
 
-    def _write(self, publication: Publication) -> Manifest:
-        return write_snapshot(
-            publication.copy,
+    async def _write(self, publication: Publication) -> Manifest:
+        new = await asyncio.to_thread(
+            NewSnapshot,
             self._root,
-            self._model_dir,
+            publication.outlines,
             version=publication.version,
             step=publication.step,
             owner=self._incarnation,
         )
+        writing = (sender.write(new.folder, shards) for sender, shards in zip(self._senders, new.shards, strict=True))
+        written = [entry for entries in await asyncio.gather(*writing) for entry in entries]
+        return await asyncio.to_thread(new.complete, self._model_dir, written)
 
     async def _announce(self, publication: Publication, offer: dict[str, Any] | None) -> dict[str, Any] | None:
         """Returns the group to send to."""
 
         async def tell() -> dict[str, Any]:
-            assert self._spare is not None
+            dcs = await self._dcs.host()
             return await self._dcs.announce(
                 publication.version,
                 publisher=self._incarnation,
-                epoch=self._joined.epoch if self._joined else 0,
-                host=own_address(await self._dcs.host()),
-                port=self._spare.port,
+                epoch=self._epoch,
+                senders=await asyncio.gather(*(sender.meet(dcs) for sender in self._senders)),
                 offer=offer,
             )
 
@@ -325,49 +336,34 @@ class WeightPublisher:
             status = await self._ask(lambda: self._dcs.version(version, wait_s=POLL_S))
         return bool(status["clean"])
 
-    # -- in the broadcast thread --------------------------------------------------------------------------------------
+    # -- the senders --------------------------------------------------------------------------------------------------
 
-    def _broadcast(self, publication: Publication, group: dict[str, Any]) -> str:
-        """Send all buckets. Returns why it failed, '' if it did not."""
-        failure = ""
-        deadline = time.monotonic() + group["timeout_s"]
-        try:
-            with _timed(publication, "join_s"):
-                process_group = self._join(group, deadline)
-            with _timed(publication, "broadcast_s"):
-                for bucket in publication.copy.buckets:
-                    data = bucket.data.cuda() if group["backend"] == "nccl" else bucket.data
-                    collective.broadcast(process_group, data, deadline)
-        except CollectiveError as error:
-            failure = str(error)
-        # Only now that the error and its frames are gone does leaving close the sockets, on which the living members wait.
-        if failure:
-            self._leave()
-        return failure
+    async def _broadcast(self, publication: Publication, group: dict[str, Any]) -> None:
+        """Have every sender send all of its buckets. If one fails, so does the broadcast."""
 
-    def _meet(self) -> None:
-        """Have a store ready, should the DCS want a new group."""
-        if self._spare is None:
-            self._spare = collective.host_store(self._options.timeout_s)
+        async def send(number: int) -> Sent:
+            try:
+                return await self._senders[number].send(group, number)
+            except StageLost as error:
+                return Sent(str(error), {})
 
-    def _join(self, group: dict[str, Any], deadline: float) -> dist.ProcessGroup:
-        if self._joined is None or self._joined.epoch != group["epoch"]:
-            store, self._spare = self._spare, None
-            self._leave()
-            limit = max(0.1, min(JOIN_S, deadline - time.monotonic()))
-            joined = collective.join(
-                group["host"], group["port"], group["world_size"], 0, group["name"], group["backend"], limit, store
-            )
-            self._joined = Joined(group["epoch"], joined, store)
-        return self._joined.group
+        sent = await asyncio.gather(*(send(number) for number in range(len(self._senders))))
+        for name in ("join_s", "broadcast_s"):
+            publication.seconds[name] = max(each.seconds.get(name, 0.0) for each in sent)
+        publication.error = "; ".join(each.error for each in sent if each.error)
+        if publication.error:
+            await self._leave()
+        else:
+            self._epoch = group["epoch"]
 
-    def _leave(self) -> None:
-        joined, self._joined = self._joined, None
-        if joined is not None:
-            collective.leave(joined.group)
-
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    async def _leave(self) -> None:
+        """All senders give the group up."""
+        self._epoch = 0
+        for sender in self._senders:
+            try:
+                await sender.leave()
+            except StageLost as error:
+                log.warning("%s", error)
 
     # -- the DCS ------------------------------------------------------------------------------------------------------
 
@@ -386,12 +382,3 @@ class WeightPublisher:
             return await persist(call, pause)
         except Refused as error:
             raise ServiceFailed(f"the DCS refuses this trainer's weights: {error}") from error
-
-
-@contextmanager
-def _timed(publication: Publication, name: str) -> Iterator[None]:
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        publication.seconds[name] = time.monotonic() - started

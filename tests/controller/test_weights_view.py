@@ -6,7 +6,7 @@ import json
 
 from services.controller.cli import weights as command
 from services.controller.weights_view import Delivery, view
-from services.dcs.versions import State, Version
+from services.dcs.state import State, Version
 from shared.records import Received
 from tests.controller.evidence import announcement
 

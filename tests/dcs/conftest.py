@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,11 @@ import torch
 
 from services.dcs.client import DcsClient
 from services.dcs.main import main as dcs_main
+from services.dcs.snapshots import Manifest
 from services.rollout.weights import Start, WeightReceiver
+from services.trainer.snapshot_files import NewSnapshot, write_shards
+from services.trainer.stage import StageAddress
+from services.trainer.weight_copy import Copy
 from services.trainer.weights import WeightPublisher
 from shared.broker import EmbeddedBroker
 from shared.config import RunConfig
@@ -43,6 +47,12 @@ def weights(value: float, size: int = 1000, dtype: torch.dtype = torch.float32) 
         "layer.proj": torch.arange(float(size)).reshape(-1, 10) + value,
         "scale": torch.tensor(value),
     }
+
+
+def stored(copy: Copy, root: Path, model_dir: Path, *, version: int, step: int) -> Manifest:
+    """The copy as the snapshot of a version."""
+    new = NewSnapshot(root, [copy.outline], version=version, step=step, owner="test")
+    return new.complete(model_dir, write_shards(copy, new.folder, new.shards[0]))
 
 
 @dataclass
@@ -144,9 +154,9 @@ class World:
         self.stack.push_async_callback(end)
         return process
 
-    async def publisher(self, name: str = "trainer-0") -> WeightPublisher:
+    async def publisher(self, name: str = "trainer-0", stages: Sequence[StageAddress] = ()) -> WeightPublisher:
         ctx = await self.context("trainer", name)
-        publisher = WeightPublisher(ctx, self.model_dir)
+        publisher = WeightPublisher(ctx, self.model_dir, stages)
         self.stack.push_async_callback(publisher.close)
         return publisher
 

@@ -31,26 +31,26 @@ class Holder:
     def __init__(self, folder: str) -> None:
         self.live = self.read(folder)
         self.staged: dict[str, torch.Tensor] = {}
-        self.group: Any = None
+        self.groups: dict[str, Any] = {}
         self.timeout_s = 0.0
 
     def read(self, folder: str) -> dict[str, torch.Tensor]:
         return {name: t for path in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(path).items()}
 
     def join(self, host: str, port: int, rank: int, world: int, name: str, backend: str, timeout_s: float) -> None:
-        self.group = collective.join(host, port, world, rank, name, backend, timeout_s)
+        self.groups[name] = collective.join(host, port, world, rank, name, backend, timeout_s)
         self.timeout_s = timeout_s
 
-    def leave(self) -> None:
-        group, self.group = self.group, None
+    def leave(self, name: str) -> None:
+        group = self.groups.pop(name, None)
         if group is not None:
             collective.leave(group)
 
-    def receive(self, specs: list[tuple[str, str, tuple[int, ...]]], staged: bool, corrupt: bool) -> None:
+    def receive(self, group: str, specs: list[tuple[str, str, tuple[int, ...]]], staged: bool, corrupt: bool) -> None:
         kinds = [(name, getattr(torch, dtype), shape) for name, dtype, shape in specs]
         sizes = [prod(shape) * dtype.itemsize for _, dtype, shape in kinds]
         bucket = torch.zeros(sum(sizes), dtype=torch.uint8)
-        collective.broadcast(self.group, bucket, time.monotonic() + self.timeout_s)
+        collective.broadcast(self.groups[group], bucket, time.monotonic() + self.timeout_s)
         if corrupt:
             bucket[0] ^= 1
         target = self.staged if staged else self.live
@@ -224,7 +224,7 @@ class FakeEngine:
 
     async def destroy_group(self, group_name: str, timeout_s: float = 30.0) -> None:
         self.log.append("leave")
-        await self._call("leave")
+        await self._call("leave", group_name)
 
     async def update_from_distributed(
         self,
@@ -253,7 +253,7 @@ class FakeEngine:
         self.log.append("bucket")
         listed = [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
         corrupt, self.corrupt = self.corrupt > 0, max(0, self.corrupt - 1)
-        await self._call("receive", listed, self.staged, corrupt, timeout_s=timeout_s + 5)
+        await self._call("receive", group_name, listed, self.staged, corrupt, timeout_s=timeout_s + 5)
         self.buckets += 1
 
     async def update_from_disk(

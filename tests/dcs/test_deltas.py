@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from services.dcs import deltas, snapshots
 from services.dcs.deltas import Delta, DeltaError, cheapest
 from services.dcs.snapshots import FileEntry, Manifest
-from services.trainer.weight_copy import Copier, write_snapshot
+from services.trainer.weight_copy import Copier
+from tests.dcs.conftest import stored
 
 Weights = dict[str, torch.Tensor]
 MiB = 1 << 20
@@ -44,7 +45,7 @@ def moved(weights: Weights, share: float = 0.01) -> Weights:
 
 def snapshot(root: Path, version: int, weights: Weights) -> Manifest:
     copy = Copier(MiB).copy(weights.items())
-    return write_snapshot(copy, root, root.parent / "model", version=version, step=version, owner="test")
+    return stored(copy, root, root.parent / "model", version=version, step=version)
 
 
 def apply(root: Path, base: int, chain: list[Delta], target: Path) -> tuple[int, str]:

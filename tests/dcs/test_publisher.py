@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from services.dcs import snapshots
 from services.dcs.client import DcsUnavailable
 from services.dcs.digest import checksum, digest
-from services.trainer import weight_copy
+from services.trainer import snapshot_files
 from services.trainer.tensorfile import DiskFullError
-from services.trainer.weight_copy import Copier, write_snapshot
+from services.trainer.weight_copy import Copier
 from shared.records import Metric
 from shared.wire import decode
-from tests.dcs.conftest import World, weights
+from tests.dcs.conftest import World, stored, weights
 from tests.shared.runs import until
 
 KIB = 1 << 10
@@ -41,23 +41,23 @@ def test_buckets_hold_every_byte_once_and_aligned() -> None:
     for bucket in copy.buckets:
         offset = 0
         for index in bucket.indices:
-            spec = copy.specs[index]
+            spec = copy.outline.specs[index]
             part = bucket.data[offset : offset + spec.nbytes]
             assert offset % bucket.dtype.itemsize == 0
             assert torch.equal(part.view(bucket.dtype).view(spec.shape), tensors[spec.name])
             assert checksum(part.numpy()) == spec.sha256
             offset += spec.nbytes
         assert offset == bucket.used
-    assert copy.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    assert sum(copy.outline.nbytes) == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def test_a_copy_does_not_change_with_the_model() -> None:
     tensors = weights(1.0)
     copy = Copier(1 << 20).copy((name, tensor.t() if tensor.dim() == 2 else tensor) for name, tensor in tensors.items())
-    before = copy.digest
+    before = digest(copy.outline.specs)
     for tensor in tensors.values():
         tensor.add_(1)
-    assert digest(copy.specs) == before
+    assert digest(copy.outline.specs) == before
     assert [checksum(b.data.numpy()) for b in copy.buckets] == [checksum(b.data.clone().numpy()) for b in copy.buckets]
 
 
@@ -66,12 +66,12 @@ def test_buffers_are_used_again() -> None:
     first = {bucket.buffer.data_ptr() for bucket in copier.copy(weights(1.0).items()).buckets}
     second = copier.copy(weights(2.0).items())
     assert {bucket.buffer.data_ptr() for bucket in second.buckets} == first
-    assert second.digest == Copier(1 << 20).copy(weights(2.0).items()).digest
+    assert second.outline.specs == Copier(1 << 20).copy(weights(2.0).items()).outline.specs
 
 
 def test_the_snapshot_is_a_model_folder(tmp_path: Path, model_dir: Path) -> None:
     copy = Copier(4 * KIB).copy(weights(1.0).items())
-    manifest = write_snapshot(copy, tmp_path, model_dir, version=3, step=2, owner="me")
+    manifest = stored(copy, tmp_path, model_dir, version=3, step=2)
     folder = snapshots.folder(tmp_path, 3)
     assert sorted(entry.name for entry in manifest.files) == [
         "config.json",
@@ -85,12 +85,12 @@ def test_the_snapshot_is_a_model_folder(tmp_path: Path, model_dir: Path) -> None
 
 
 def test_large_snapshots_come_in_shards(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_copy, "SHARD_BYTES", 30 * KIB)
+    monkeypatch.setattr(snapshot_files, "SHARD_BYTES", 30 * KIB)
     copy = Copier(4 * KIB).copy(weights(1.0).items())
-    manifest = write_snapshot(copy, tmp_path, model_dir, version=1, step=0, owner="me")
+    manifest = stored(copy, tmp_path, model_dir, version=1, step=0)
     folder = snapshots.folder(tmp_path, 1)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == copy.nbytes
+    assert index["metadata"]["total_size"] == sum(copy.outline.nbytes)
     assert len(set(index["weight_map"].values())) > 1
     for name, tensor in weights(1.0).items():
         assert torch.equal(load_file(folder / index["weight_map"][name])[name], tensor)
@@ -111,7 +111,7 @@ async def test_a_full_disk_stops_the_trainer_with_its_name(world: World, monkeyp
     def full(*_: object, **__: object) -> None:
         raise DiskFullError(errno.ENOSPC, "no room to write")
 
-    monkeypatch.setattr("services.trainer.weights.write_snapshot", full)
+    monkeypatch.setattr("services.trainer.sender.write_shards", full)
     publisher = await world.publisher()
     await world.publish(publisher, 0)
     with pytest.raises(DiskFullError, match="no room"):

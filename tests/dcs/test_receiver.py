@@ -120,7 +120,7 @@ async def test_versions_that_were_missed_are_made_good_by_the_newest(world: Worl
 
 
 async def test_a_dead_engine_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.weights.JOIN_S", 2.0)
+    monkeypatch.setattr("services.trainer.sender.JOIN_S", 2.0)
     publisher = await world.publisher()
     await world.publish(publisher, 0)
     a = await world.replica("rollout-a")

@@ -14,18 +14,19 @@ import pytest
 from services.dcs import snapshots
 from services.dcs.client import DcsUnavailable, Refused
 from services.dcs.coordinator import Coordinator, SnapshotMissing
+from services.dcs.digest import digest
 from services.dcs.main import main as dcs_main
 from services.dcs.offers import Offer
 from services.dcs.snapshots import Manifest, SnapshotError
-from services.dcs.versions import STATE_KEY, State
-from services.trainer.weight_copy import Copier, manifest_of, write_snapshot
+from services.dcs.state import STATE_KEY, Meeting, State
+from services.trainer.weight_copy import Copier, manifest_of
 from shared import clock
 from shared.broker import EmbeddedBroker
 from shared.config import ConfigError
 from shared.errors import AlreadyActive, Conflict
 from shared.records import Event, Received
 from shared.wire import decode
-from tests.dcs.conftest import World, weights
+from tests.dcs.conftest import World, stored, weights
 from tests.shared.runs import until
 
 MiB = 1 << 20
@@ -42,11 +43,11 @@ async def coordinator(world: World) -> Coordinator:
 def snapshot(world: World, version: int, step: int) -> Manifest:
     copy = Copier(MiB).copy(weights(float(step)).items())
     root = world.config.work_path / "snapshots"
-    return write_snapshot(copy, root, world.model_dir, version=version, step=step, owner="test")
+    return stored(copy, root, world.model_dir, version=version, step=step)
 
 
 def digest_of(step: int) -> str:
-    return Copier(MiB).copy(weights(float(step)).items()).digest
+    return digest(Copier(MiB).copy(weights(float(step)).items()).outline.specs)
 
 
 async def allocate(dcs: Coordinator, step: int, publisher: str = "p") -> int:
@@ -63,9 +64,11 @@ async def test_killed_between_any_two_steps_it_carries_on(make_world: object) ->
     assert await allocate(dcs, 1) == version
     snapshot(world, version, 1)
     dcs = await coordinator(world)
-    group = (await dcs.announce(version, "p", 0, "127.0.0.1", 7001)).group
+    group = (await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)])).group
     dcs = await coordinator(world)
-    assert (await dcs.announce(version, "p", 0, "127.0.0.1", 7999)).group == group  # asked again: the first answer
+    assert (
+        await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7999)])
+    ).group == group  # asked again: the first answer
     dcs = await coordinator(world)
     await dcs.finish(version, "p", True, "", {})
     dcs = await coordinator(world)
@@ -91,7 +94,7 @@ async def test_an_announcement_that_was_stored_is_told_by_the_next_process(make_
 
     dcs._publish = killed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+        await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)])
     assert await world.announced() == []
     await coordinator(world)
     (told,) = await world.announced()
@@ -105,7 +108,7 @@ async def test_numbers_are_not_used_again_even_if_the_bucket_is_lost(make_world:
     for step in (1, 2):
         version = await allocate(dcs, step)
         snapshot(world, version, step)
-        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+        await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)])
     await world.ctx.kv.delete(STATE_KEY)
     assert await allocate(await coordinator(world), 3) == 3
 
@@ -157,10 +160,10 @@ async def test_without_a_snapshot_nothing_is_announced(make_world: object) -> No
     dcs = await coordinator(world)
     version = await allocate(dcs, 1)
     with pytest.raises(SnapshotMissing, match="upload its files first"):
-        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+        await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)])
     snapshot(world, version, 2)  # of other weights
     with pytest.raises(SnapshotMissing):
-        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+        await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)])
 
 
 async def test_old_snapshots_go_and_the_newest_stay(world: World) -> None:
@@ -195,7 +198,7 @@ async def test_refusals_tell_what_is_wrong(world: World) -> None:
         await world.dcs.latest()
     assert refused.value.status == 404
     with pytest.raises(Refused, match="version 9 is not known: 0 was handed out last"):
-        await world.dcs.announce(9, publisher="p", epoch=0, host="h", port=1)
+        await world.dcs.announce(9, publisher="p", epoch=0, senders=[Meeting("h", 1)])
     with pytest.raises(Refused, match="string_pattern_mismatch") as refused:
         await world.dcs.allocate(publisher="p", step=0, digest="no digest", reason="")
     assert refused.value.status == 422
@@ -283,7 +286,7 @@ async def test_each_new_group_is_an_event_with_its_cause(make_world: object) -> 
     async def announce(step: int, epoch: int) -> int:
         version = await allocate(dcs, step)
         snapshot(world, version, step)
-        known = await dcs.announce(version, "p", epoch, "127.0.0.1", 7001)
+        known = await dcs.announce(version, "p", epoch, [Meeting("127.0.0.1", 7001)])
         assert known.group is not None
         return known.group.epoch
 
@@ -319,22 +322,22 @@ async def test_weights_offered_in_memory_are_told_before_there_is_a_snapshot(mak
     dcs = await coordinator(world)
     version = await allocate(dcs, 1)
     copy = Copier(MiB).copy(weights(1.0).items())
-    manifest = manifest_of(copy, version, 1)
+    manifest = manifest_of([copy.outline], version, 1)
     offer = Offer(asdict(manifest), "here", ["slipstream-a", "slipstream-b"])
     with pytest.raises(SnapshotMissing):
-        await dcs.announce(version, "p", 0, "127.0.0.1", 7001)
+        await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)])
     for wrong in (
         replace(offer, segments=[]),
-        Offer(asdict(manifest_of(copy, version + 1, 1)), "here", offer.segments),
+        Offer(asdict(manifest_of([copy.outline], version + 1, 1)), "here", offer.segments),
     ):
         with pytest.raises(SnapshotError, match="what is offered is not version"):
-            await dcs.announce(version, "p", 0, "127.0.0.1", 7001, wrong)
+            await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)], wrong)
     dcs._publish = _killed  # type: ignore[method-assign]
     with pytest.raises(ConnectionAbortedError):
-        await dcs.announce(version, "p", 0, "127.0.0.1", 7001, offer)
+        await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)], offer)
     dcs = await coordinator(world)
     assert await world.announced() == []
-    await dcs.announce(version, "p", 0, "127.0.0.1", 7001, offer)
+    await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)], offer)
     (told,) = await world.announced()
     assert told.shared == {"host": "here", "segments": ["slipstream-a", "slipstream-b"]}
     assert (told.digest, told.buckets) == (manifest.digest, manifest.buckets)

@@ -7,13 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from services.dcs.state import Meeting, State, Version
 from services.dcs.versions import (
     FAILED_GRACE_S,
     KEPT_VERSIONS,
-    State,
     Superseded,
     UnknownVersion,
-    Version,
     VersionError,
     Versions,
 )
@@ -36,7 +35,9 @@ def allocate(
 def announce(
     v: Versions, version: int, publisher: str = "p", epoch: int = 0, alive: set[str] | None = None, now: float = 100.0
 ) -> Version:
-    return v.announce(version, publisher=publisher, epoch=epoch, host="h", port=7000 + version, alive=alive, now=now)
+    return v.announce(
+        version, publisher=publisher, epoch=epoch, senders=[Meeting("h", 7000 + version)], alive=alive, now=now
+    )
 
 
 def finish(v: Versions, version: int, ok: bool = True, publisher: str = "p", now: float = 101.0) -> Version:
@@ -119,7 +120,7 @@ def test_a_publisher_that_lost_its_group_gets_a_new_one() -> None:
     sent(v, 0)
     group = sent(v, 1, epoch=0).group
     assert group is not None
-    assert (group.epoch, group.port) == (2, 7002)
+    assert (group.epoch, group.senders) == (2, [Meeting("h", 7002)])
 
 
 def test_a_newcomer_is_in_from_the_next_version_on() -> None:
@@ -324,7 +325,7 @@ class Story(RuleBasedStateMachine):
         try:
             before = self.v.get(version).phase
             known = self.v.announce(
-                version, publisher=publisher, epoch=epoch, host="h", port=version, alive=alive, now=self.now
+                version, publisher=publisher, epoch=epoch, senders=[Meeting("h", version)], alive=alive, now=self.now
             )
         except (Superseded, UnknownVersion):
             return
@@ -333,7 +334,11 @@ class Story(RuleBasedStateMachine):
         assert version > self.told, "announced out of order"
         self.told = version
         if known.group is not None:
-            fixed = (known.group.publisher, known.group.port, [(m.replica, m.incarnation) for m in known.group.members])
+            fixed = (
+                known.group.publisher,
+                known.group.senders,
+                [(m.replica, m.incarnation) for m in known.group.members],
+            )
             assert known.group.epoch >= self.epoch
             assert known.group.publisher == publisher
             assert self.groups.setdefault(known.group.epoch, fixed) == fixed, "an epoch is one group"

@@ -157,7 +157,7 @@ async def _dcs(handle: Run, call: Any) -> Any:
 
 async def _view(handle: Run) -> WeightsView:
     from services.controller.weights_view import view
-    from services.dcs.versions import STATE_KEY, State
+    from services.dcs.state import STATE_KEY, State
     from shared.records import Announcement, Received
     from shared.wire import decode
 

@@ -253,6 +253,10 @@ class Policy:
         update."""
         return self.shards.full(lambda parameter: parameter.detach(), self.dtype)
 
+    def stage_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `hf_tensors`, but each pipeline stage's on the head of that stage."""
+        return self.shards.full(lambda parameter: parameter.detach(), self.dtype, by_stage=True)
+
     def hf_specs(self) -> list[Spec]:
         """Names, types and shapes of `hf_tensors`, known beforehand."""
         return [Spec(name, self.dtype, shape) for name, shape in self.shards.names()]

@@ -2,9 +2,9 @@
 
 The weight map (services/trainer/families) says for each Megatron tensor which Hugging Face tensors it is made of and how it is
 cut; here are the pure functions that cut and lay together, and `Shards`, which knows what this rank holds and brings tensors to
-the leader (`full`) or gives each rank its share of them (`own`). It goes through the map in its order on all ranks at once, and
-only the leader ever holds a full tensor, one at a time. What belongs to a weight and has its shape - gradients, Adam's moments,
-float32 copies - goes the same way.
+the leader or to the heads of the pipeline stages (`full`), or gives each rank its share of them (`own`). It goes through the map
+in its order on all ranks at once, and only whom they come to ever holds a full tensor, one at a time. What belongs to a weight
+and has its shape - gradients, Adam's moments, float32 copies - goes the same way.
 
 tests/trainer/test_sharding.py (pure part), tests/trainer/layouts (between ranks).
 """
@@ -167,9 +167,15 @@ class Shards:
         own, parts = self.cut(entry)
         return pieces(entry, own if index is None else index, parts, self.architecture)
 
-    def full(self, take: Local, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of everything, in the map's order: on the leader. Nothing on other ranks, which must
-        go through it all the same. Where nothing has to be laid together, tensors share memory with what `take` gave.
+    def head_of(self, rank: int) -> int:
+        """The first rank of a rank's pipeline stage: stages follow each other (layout.py)."""
+        size = self.layout.ranks // self.layout.pipeline
+        return rank // size * size
+
+    def full(self, take: Local, dtype: torch.dtype, *, by_stage: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) of everything, in the map's order: on the leader, or, `by_stage`, on the head of the
+        stage that has it. Nothing on other ranks, which must go through it all the same. Where nothing has to be laid
+        together, tensors share memory with what `take` gave.
 
         `take` may be an operation of the data-parallel ranks: it is called for an entry on all ranks that hold it. `dtype`: of
         what it gives.
@@ -178,10 +184,11 @@ class Shards:
         for entry, holders in zip(self.entries, self._holders, strict=True):
             mine = self.parameters.get(entry.megatron)
             shard = None if mine is None else take(mine)
-            if rank == LEADER:
+            taker = self.head_of(holders[0]) if by_stage else LEADER
+            if rank == taker:
                 yield from self._assemble(entry, holders, shard, dtype)
             elif shard is not None and rank in holders:
-                dist.send(shard.contiguous(), LEADER)
+                dist.send(shard.contiguous(), taker)
 
     def own(self, take: Local) -> Iterator[tuple[Piece, torch.Tensor]]:
         """This rank's share of all shards, as pieces of Hugging Face tensors: of those that several ranks hold each has one
@@ -208,7 +215,7 @@ class Shards:
         columns: list[list[torch.Tensor]] = [[] for _ in entry.hf]
         for index, holder in enumerate(holders):
             found = self.pieces(entry, index)
-            if holder == LEADER:
+            if holder == dist.get_rank():
                 assert mine is not None
                 shard = mine
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.dcs.digest import tensor_checksum
 from services.trainer.algorithms.reductions import merge
 from services.trainer.batches import TrainSample
 from services.trainer.checkpoint import CheckpointStore
@@ -19,6 +21,7 @@ from services.trainer.objectives import Objective
 from services.trainer.ranks import RankedPolicy
 from services.trainer.saving import save
 from services.trainer.spread import Spread, spread
+from services.trainer.weight_copy import Copier, manifest_of
 from shared.algorithms import GrpoConfig
 from shared.config import RunConfig, parse
 from tests.trainer.conftest import samples
@@ -67,6 +70,8 @@ def update(policy: RankedPolicy, seed: int) -> dict[str, float]:
 def measure(policy: RankedPolicy, out: Path, earlier: Path | None = None) -> None:
     """Losses, gradients, scores, weights and a checkpoint, into `out`; and how it goes on from the checkpoint in `earlier`."""
     save_file({name: tensor.clone() for name, tensor in policy.hf_tensors()}, out / "loaded.safetensors")
+    if policy.layout.pipeline > 1:
+        measure_stages(policy)
     units = [(sample,) for sample in samples(24, seed=5)]
     scores = [found for one in spread(units, BUDGET, policy.layout) for found in policy.score(one, 0.9, top=3)]
     first = spread(units, BUDGET, policy.layout)
@@ -91,6 +96,22 @@ def measure(policy: RankedPolicy, out: Path, earlier: Path | None = None) -> Non
         "top_sum": float(sum(found.top_logprobs_NK.double().sum() for found in scores)),
     }
     (out / "numbers.json").write_text(json.dumps(numbers))
+
+
+def measure_stages(policy: RankedPolicy) -> None:
+    """Each pipeline stage copies its own tensors where they are: together all of them, once, as the leader would see them."""
+    expected = {name: tensor_checksum(tensor) for name, tensor in policy.hf_tensors()}
+    size = policy.layout.ranks // policy.layout.pipeline
+    stages = policy.open_stages(bucket_mb=1, timeout_s=60.0)
+    assert [stage.rank for stage in stages] == list(range(size, policy.layout.ranks, size))
+    own = Copier(1 << 20).copy(policy.outgoing()).outline
+    handles = [stage.handle(300.0) for stage in stages]
+    outlines = [own, *(asyncio.run(handle.outline()) for handle in handles)]
+    for handle in handles:
+        handle.close()
+    assert all(outline.specs for outline in outlines)
+    manifest = manifest_of(outlines, 1, 0)  # raises if two have the same tensor
+    assert {spec.name: spec.sha256 for spec in manifest.tensors} == expected
 
 
 def measure_critic(policy: RankedPolicy, out: Path) -> None:
