@@ -90,7 +90,7 @@ async def test_an_engine_killed_in_the_broadcast_does_not_hold_up_the_others(mak
 async def test_an_engine_that_is_dead_before_the_group_meets_costs_the_others_little(
     make_world: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.weights.JOIN_S", 2.0)
+    monkeypatch.setattr("services.trainer.sender.JOIN_S", 2.0)
     world: World = await make_world(dcs={"timeout_s": LONG_S})  # type: ignore[operator]
     await world.start_dcs()
     publisher, a, b = await two_replicas(world)

@@ -1,6 +1,7 @@
-"""The example with a trainer of two ranks: tensor-parallel, started by the trainer itself, and data-parallel under torchrun.
+"""The example with a trainer of two ranks: tensor-parallel and pipelined, started by the trainer itself, and data-parallel under
+torchrun.
 
-Both finish, and their books balance; a rank that is killed ends the trainer, and the next one goes on from the checkpoint.
+All finish, and their books balance; a rank that is killed ends the trainer, and the next one goes on from the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from services.dcs import snapshots
 from services.trainer.checkpoint import CheckpointStore
 from tests.e2e.test_run import DEADLINE_S, EXAMPLE, GROUPS, Example, heartbeat, until_trained
 from tests.processes import children, ended
@@ -51,6 +53,25 @@ async def test_two_tensor_parallel_ranks_and_one_of_them_killed(example: Example
     log = (example.workdir / "logs/trainer-0.log").read_text()
     assert "lost another rank: rank 1 ended with exit code -9" in log
     await until(lambda: ended(other.pid), "the killed rank is gone", DEADLINE_S)
+
+
+async def test_two_pipeline_stages_send_their_weights_each_by_itself(example: Example) -> None:
+    up = await example.up(*RANKS, "trainer.megatron={pipeline_model_parallel_size: 2}", "trainer.checkpoint.every=4")
+    async with example.attached() as run:
+        await until_trained(run, 2 * GROUPS)
+        beat = await heartbeat(run, "trainer-0")
+        assert beat is not None
+        (other,) = children(beat.pid)
+        other.kill()
+        assert await asyncio.wait_for(up.wait(), DEADLINE_S) == 0, (example.folder / "output.txt").read_text()
+    found = balanced(example.report)
+    await until(lambda: ended(other.pid), "the killed rank is gone", DEADLINE_S)
+    newest = found["versions"][-1]["version"]
+    manifest = snapshots.read(example.workdir / "snapshots", newest)
+    assert manifest is not None
+    assert sorted(set(manifest.sent_by)) == [0, 1], "a sender a stage"
+    ways = {holder["how"] for version in found["versions"] for holder in version["holders"].values()}
+    assert "broadcast" in ways
 
 
 async def test_two_replicas_with_the_distributed_optimiser_under_torchrun(example: Example) -> None:
