@@ -13,6 +13,7 @@
                                 all); checkpoint_ms: until it is durable; the same with two tensor-parallel ranks
     export_mb_s                 Hugging Face tensors out of the policy into the buckets of a broadcast: one rank, and two
                                 tensor-parallel ranks (three processes on two cores: a floor, not a figure)
+    ratio_by_stage              the same from two pipeline stages, each into buckets of its own, over all of it into the leader's
 
 Everything runs on the CPU in one thread, in float32. Sides alternate and the better of several rounds counts on both, so that
 other load on the machine meets both. The last line is JSON.
@@ -204,16 +205,10 @@ def scoring() -> dict[str, float]:
     }
 
 
-def moving(folder: Path, ranks: int, answer: Any) -> None:
-    """In a process of its own: megabytes a second of the best of five exports into broadcast buckets, and what the best of five
-    checkpoints takes."""
-    from services.trainer import saving
+def policy_of(folder: Path, ranks: int, cut: str) -> Any:
+    """On so many ranks, cut that way."""
     from services.trainer.build import build as build_policy
     from services.trainer.channel import gather
-    from services.trainer.checkpoint import CheckpointStore
-    from services.trainer.objectives import SFT
-    from services.trainer.spread import spread
-    from services.trainer.weight_copy import Copier
     from shared.config import parse
 
     config = parse(
@@ -225,11 +220,23 @@ def moving(folder: Path, ranks: int, answer: Any) -> None:
             "model": {"path": str(folder)},
             "prompts": {"source": "unused.prompts"},
             "reward": {"functions": [{"path": "unused.reward"}]},
-            "trainer": {"ranks": ranks, "megatron": {"tensor_model_parallel_size": ranks}},
+            "trainer": {"ranks": ranks, "megatron": {cut: ranks}},
         },
         "benchmark",
     )
-    policy = build_policy(config, gather(config))
+    return build_policy(config, gather(config))
+
+
+def moving(folder: Path, ranks: int, answer: Any) -> None:
+    """In a process of its own: megabytes a second of the best of five exports into broadcast buckets, and what the best of five
+    checkpoints takes."""
+    from services.trainer import saving
+    from services.trainer.checkpoint import CheckpointStore
+    from services.trainer.objectives import SFT
+    from services.trainer.spread import spread
+    from services.trainer.weight_copy import Copier
+
+    policy = policy_of(folder, ranks, "tensor_model_parallel_size")
     copier, rate = Copier(64 << 20), 0.0
     for _ in range(5):
         started = time.perf_counter()
@@ -250,6 +257,33 @@ def moving(folder: Path, ranks: int, answer: Any) -> None:
         size = sum(file["size"] for file in written.values()) / 1e6
     policy.close()
     answer.send((rate, 1e3 * min(copy_s), 1e3 * min(durable_s), size))
+
+
+def staged(folder: Path, answer: Any) -> None:
+    """In a process of its own: seconds of the best of nine exports from two pipeline stages, by the leader and by each stage."""
+    from services.trainer.weight_copy import Copier
+
+    policy = policy_of(folder, 2, "pipeline_model_parallel_size")
+    copier, best = Copier(64 << 20), [float("inf")] * 2
+    policy.open_stages(64, 60.0)
+    for _ in range(9):
+        for way, tensors in enumerate((policy.hf_tensors, policy.outgoing)):
+            started = time.perf_counter()
+            copier.copy(tensors())
+            best[way] = min(best[way], time.perf_counter() - started)
+    policy.close()
+    answer.send(best)
+
+
+def by_stage(folder: Path) -> dict[str, float]:
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=staged, args=(folder, far))
+    process.start()
+    leader, stages = near.recv()
+    process.join(60)
+    print(f"export of two pipeline stages: {1e3 * leader:.0f} ms by the leader, {1e3 * stages:.0f} ms by each of its own")
+    return {"ratio_by_stage": round(leader / stages, 2)}
 
 
 def moved(folder: Path) -> dict[str, float]:
@@ -277,7 +311,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = build(Path(scratch) / "model")
         results: dict[str, float] = {"load_at_start": round(os.getloadavg()[0], 1)}
-        results |= scoring() | moved(folder) | speed(folder, options.rounds)
+        results |= scoring() | moved(folder) | by_stage(folder) | speed(folder, options.rounds)
     print(json.dumps(results))
 
 

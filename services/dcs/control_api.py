@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from services.dcs.announcing import group_fields
 from services.dcs.coordinator import Coordinator
 
 
@@ -49,7 +50,7 @@ def add_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def group() -> GroupAnswer | None:
         """The broadcast group, while it can be used again."""
         found = coordinator.state.group
-        return GroupAnswer(**coordinator.group_fields(found)) if found else None
+        return GroupAnswer(**group_fields(found, coordinator.config)) if found else None
 
     @app.put("/versions/{version}/pin")
     async def pin(version: int) -> Pins:

@@ -12,9 +12,10 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from services.dcs import rollback, snapshots
+from services.dcs.announcing import announcement
 from services.dcs.batches import in_batches
 from services.dcs.delta_maker import DeltaMaker
 from services.dcs.mirror import Mirror
@@ -57,7 +58,7 @@ class Coordinator:
     def __init__(
         self, config: RunConfig, queue: TransferQueue, kv: KV, registry: Registry, events: Events, url: str
     ) -> None:
-        self._config, self._queue, self._kv, self._registry, self._events = config, queue, kv, registry, events
+        self.config, self._queue, self._kv, self._registry, self._events = config, queue, kv, registry, events
         self._subjects = Subjects(config.run)
         self.snapshots = config.work_path / "snapshots"
         store = config.dcs.store
@@ -84,7 +85,7 @@ class Coordinator:
         return self._rules.state
 
     def _rules_over(self, state: State) -> Versions:
-        return Versions(state, timeout_s=self._config.dcs.timeout_s, heartbeat_ttl_s=self._config.heartbeat_ttl_s)
+        return Versions(state, timeout_s=self.config.dcs.timeout_s, heartbeat_ttl_s=self.config.heartbeat_ttl_s)
 
     # -- durability ---------------------------------------------------------------------------------------------------
 
@@ -262,21 +263,6 @@ class Coordinator:
         present = {number for number in snapshots.versions(self.snapshots) if below is None or number < below}
         return next((known for known in self._rules.announced() if known.version in present), None)
 
-    def group_fields(self, group: Group) -> dict[str, Any]:
-        """What a member has to know of its group."""
-        return {
-            "epoch": group.epoch,
-            "backend": self._config.dcs.backend,
-            "senders": [
-                {"name": f"{self._config.run}-{group.epoch}-{number}-{one.port}", "host": one.host, "port": one.port}
-                for number, one in enumerate(group.senders)
-            ],
-            "world_size": group.world_size,
-            "members": group.ranks(),
-            "incarnations": {member.replica: member.incarnation for member in group.members},
-            "timeout_s": self._config.dcs.timeout_s,
-        }
-
     # -- for people ---------------------------------------------------------------------------------------------------
 
     async def pin(self, version: int, wanted: bool) -> list[int]:
@@ -382,31 +368,14 @@ class Coordinator:
     async def _publish(
         self, known: Version, manifest: Manifest, resync: list[str] | None = None, offer: Offer | None = None
     ) -> None:
-        group = None
-        if known.group and not resync:
-            group = self.group_fields(known.group) | {"sent_by": manifest.sent_by or [0] * len(manifest.buckets)}
-        announcement = Announcement(
-            version=known.version,
-            step=known.step,
-            names=[spec.name for spec in manifest.tensors],
-            dtypes=[spec.dtype for spec in manifest.tensors],
-            shapes=[list(spec.shape) for spec in manifest.tensors],
-            checksums=[spec.sha256 for spec in manifest.tensors],
-            digest=known.digest,
-            group=group,
-            buckets=manifest.buckets,
-            snapshot=f"{self.url}/versions/{known.version}/files",
-            reason=known.reason,
-            at=clock.now() if resync else known.announced_at,
-            resync=resync or [],
-            shared=None if offer is None else {"host": offer.host, "segments": offer.segments},
-        )
+        snapshot = f"{self.url}/versions/{known.version}/files"
+        told = announcement(known, manifest, self.config, snapshot, resync=resync or (), offer=offer)
         name = f"v{known.version}" + (f"-resync-{uuid.uuid4().hex[:8]}" if resync else "")
-        await self._queue.publish(self._subjects.announced, announcement, msg_id=name, deadline_s=PUBLISH_DEADLINE_S)
+        await self._queue.publish(self._subjects.announced, told, msg_id=name, deadline_s=PUBLISH_DEADLINE_S)
 
     def _prune(self) -> None:
         reach("dcs.purging")
-        newest = [known.version for known in self._rules.announced()][: self._config.dcs.keep_snapshots]
+        newest = [known.version for known in self._rules.announced()][: self.config.dcs.keep_snapshots]
         keep = {*newest, *self.state.pins}
         if gone := snapshots.prune(self.snapshots, keep, below=newest[0]):
             log.info("removed the snapshots of versions %s", gone)

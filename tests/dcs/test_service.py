@@ -131,7 +131,7 @@ async def test_a_heartbeat_that_comes_back_costs_no_place_in_the_group(
 
     await replica.registry.leave("rollout", "rollout-a")
     pass_by(3600)
-    group = (await dcs.announce(version, "p", 0, "127.0.0.1", 7001)).group
+    group = (await dcs.announce(version, "p", 0, [Meeting("127.0.0.1", 7001)])).group
     assert group is not None
     assert list(group.ranks()) == ["rollout-a"]
     for _ in range(2):
