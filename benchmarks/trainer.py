@@ -282,7 +282,9 @@ def by_stage(folder: Path) -> dict[str, float]:
     process.start()
     leader, stages = near.recv()
     process.join(60)
-    print(f"export of two pipeline stages: {1e3 * leader:.0f} ms by the leader, {1e3 * stages:.0f} ms by each of its own")
+    print(
+        f"export of two pipeline stages: {1e3 * leader:.0f} ms by the leader, {1e3 * stages:.0f} ms by each of its own"
+    )
     return {"ratio_by_stage": round(leader / stages, 2)}
 
 

@@ -237,23 +237,23 @@ class FakeEngine:
         timeout_s: float = 30.0,
     ) -> None:
         assert not self.staged
-        await self._receive(tensors, timeout_s)
+        await self._receive(group_name, tensors, timeout_s)
         if weight_version:
             self.version = weight_version
 
     async def update_from_buckets(self, buckets: Sequence[tuple[str, Sequence[Any]]], timeout_s: float = 30.0) -> None:
         assert self.staged
-        for _, tensors in buckets:
-            await self._receive(tensors, timeout_s)
+        for group, tensors in buckets:
+            await self._receive(group, tensors, timeout_s)
 
-    async def _receive(self, tensors: Iterable[Any], timeout_s: float) -> None:
+    async def _receive(self, group: str, tensors: Iterable[Any], timeout_s: float) -> None:
         assert self.open
         if self.buckets >= self.hold_at:
             await self.hold.wait()
         self.log.append("bucket")
         listed = [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
         corrupt, self.corrupt = self.corrupt > 0, max(0, self.corrupt - 1)
-        await self._call("receive", group_name, listed, self.staged, corrupt, timeout_s=timeout_s + 5)
+        await self._call("receive", group, listed, self.staged, corrupt, timeout_s=timeout_s + 5)
         self.buckets += 1
 
     async def update_from_disk(
