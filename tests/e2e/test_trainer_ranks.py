@@ -63,7 +63,7 @@ async def test_two_pipeline_stages_send_their_weights_each_by_itself(example: Ex
         assert beat is not None
         (other,) = children(beat.pid)
         other.kill()
-        assert await asyncio.wait_for(up.wait(), DEADLINE_S) == 0, (example.folder / "output.txt").read_text()
+        assert await example.ends(up) == 0, example.text
     found = balanced(example.report)
     await until(lambda: ended(other.pid), "the killed rank is gone", DEADLINE_S)
     newest = found["versions"][-1]["version"]
