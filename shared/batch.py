@@ -11,8 +11,9 @@ import asyncio
 import json
 import time
 
+from shared.channel import ATTEMPT_S, RETRY_S, Lost, Request, status_of
 from shared.errors import ApiError, RequestTimeout
-from shared.jetstream import ATTEMPT_S, RETRY_S, Connection, Lost, Request, status_of
+from shared.jetstream import Connection
 from shared.link import Frame
 
 AT_ONCE = 512

@@ -14,8 +14,9 @@ import asyncio
 import hashlib
 import uuid
 
+from shared.channel import status_of
 from shared.errors import BlobCorrupt, BlobMissing
-from shared.jetstream import Connection, status_of
+from shared.jetstream import Connection
 from shared.publisher import Publisher
 from shared.records import BlobRef
 from shared.streams import SPECS

@@ -2,7 +2,7 @@
 
 Guarantees: never more is asked for than there is room for; a lost connection, a restarted broker or a silent pull request is
 noticed (by the reconnect, or by missing idle heartbeats) and asked anew; a consumer that was deleted is told to `on_gone` instead
-of falling silent. tests/shared/test_transfer_queue.py holds this over SIGKILL of the broker. What becomes of a message is not
+of falling silent. tests/shared/test_pull.py holds this over SIGKILL of the broker. What becomes of a message is not
 known here: see shared/pull.py.
 """
 
@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shared.channel import status_of
 from shared.errors import AccessDenied, ApiError, ConsumerGone, RequestTimeout, TransportError
-from shared.jetstream import Connection, status_of
+from shared.jetstream import Connection
 from shared.link import Frame
 
 log = logging.getLogger("slipstream.transport")

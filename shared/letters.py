@@ -1,6 +1,6 @@
 """What the transport itself says of a group, and what it believes when others say it: receipts of dead letters and of workers.
 
-Pure. tests/shared/test_transfer_queue.py.
+Pure. tests/shared/test_letters.py.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.channel import Channel, redact, status_of
 from shared.errors import (
     ApiError,
     PayloadTooLarge,
@@ -30,7 +31,7 @@ from shared.errors import (
     StreamMissing,
     TransportError,
 )
-from shared.jetstream import Channel, api_error, redact, status_of
+from shared.jetstream import api_error
 from shared.link import Frame
 
 log = logging.getLogger("slipstream.transport")

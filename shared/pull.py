@@ -5,7 +5,7 @@ given back or released.
 
 Guarantees: a message that the broker delivers again while this process still holds it, or after its ack returned here, is not
 handed out twice; an ack is confirmed by the broker or raises; a consumer that was deleted raises `ConsumerGone`.
-tests/shared/test_transfer_queue.py holds all of this over SIGKILL of the broker.
+tests/shared/test_pull.py holds all of this over SIGKILL of the broker.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shared import publisher
+from shared.broker import EmbeddedBroker
 from shared.config import RunConfig, parse
 from shared.jetstream import Connection
 from shared.subjects import Subjects
@@ -38,6 +39,12 @@ async def open_queue(connection: Connection, run: str, **changes: Any) -> Transf
     queue = TransferQueue(connection, Subjects(run))
     await queue.ensure_streams(make_config(run, **changes))
     return queue
+
+
+async def kill_and_restart(broker: EmbeddedBroker, pause_s: float = 0.2) -> None:
+    await asyncio.to_thread(broker.kill)
+    await asyncio.sleep(pause_s)
+    await asyncio.to_thread(broker.start)
 
 
 def publisher_clock_runs_ahead(patch: pytest.MonkeyPatch, seconds: float) -> None:

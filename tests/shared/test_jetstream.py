@@ -14,9 +14,10 @@ import pytest
 
 from shared import jetstream
 from shared.broker import EmbeddedBroker
+from shared.channel import redact
 from shared.config import ConfigError
 from shared.errors import AccessDenied, ApiError, BrokerTooOld, BrokerUnavailable, NotJetStream, StorageExhausted
-from shared.jetstream import Connection, redact
+from shared.jetstream import Connection
 from shared.kv import KV
 from shared.subjects import Subjects
 from shared.transfer_queue import TransferQueue

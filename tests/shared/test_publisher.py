@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared import publisher as module
+from shared.channel import Waiter
 from shared.errors import PayloadTooLarge, PublishRefused, PublishTimeout, StorageExhausted
 from shared.feed import Position, position
-from shared.jetstream import Waiter
 from shared.link import Frame
 from shared.publisher import WINDOW_BYTES, WINDOW_MESSAGES, Publisher
 from tests.shared.runs import until
