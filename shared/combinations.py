@@ -49,6 +49,8 @@ def conflicts(run: RunConfig) -> Iterator[str]:
     yield from _deterministic(run)
     if run.colocated:
         yield from _colocated(run)
+    if run.dcs.cuda_ipc:
+        yield from _cuda_ipc(run)
 
 
 def _advantages(run: RunConfig) -> Iterator[str]:
@@ -211,6 +213,17 @@ def _colocated(run: RunConfig) -> Iterator[str]:
             "controller.autoscale: with placement: colocate the trainer always waits while samples are drawn, and more replicas "
             "share the same device, so there is nothing to decide by; remove the section"
         )
+
+
+def _cuda_ipc(run: RunConfig) -> Iterator[str]:
+    if not run.colocated:
+        yield (
+            "dcs.cuda_ipc: true, but only an engine on the trainer's own GPU can map its memory; set placement: colocate, or "
+            "remove it"
+        )
+    for name, device in (("trainer", run.trainer.device), ("rollout", run.rollout.device)):
+        if device == "cpu":
+            yield f"dcs.cuda_ipc: true needs a GPU, but {name}.device is 'cpu'; set it to cuda or auto, or remove cuda_ipc"
 
 
 def _own(run: RunConfig) -> Iterator[str]:

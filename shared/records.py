@@ -293,8 +293,8 @@ class Announcement:
     resync: list[str] = field(default_factory=list)
     """Told again: these replicas are to fetch it anew, whatever they hold."""
     shared: dict[str, Any] | None = None
-    """In memory that engines on the trainer's device take it from: `host`, and `segments`, one a bucket (`placement: colocate`).
-    Its snapshot may be written later then."""
+    """In memory that engines on the trainer's device take it from: `host`, and `segments`, one a bucket: a name, or the
+    fields of a device handle (`placement: colocate`, services/dcs/handles.py). Its snapshot may be written later then."""
 
 
 @schema("received", 1)

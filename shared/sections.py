@@ -261,6 +261,8 @@ class DcsConfig(Section):
     `AWS_ENDPOINT_URL`); the others are sent signed addresses."""
     shared_folder: bool = True
     """Whoever pulls and sees `<workdir>/snapshots` on a disk of its own takes the files there instead of through HTTP."""
+    cuda_ipc: bool = False
+    """With `placement: colocate` on a GPU: engines map a copy of the weights in the GPU's memory, in place of shared memory."""
 
 
 class AutoscaleConfig(Section):

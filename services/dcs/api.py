@@ -19,6 +19,7 @@ from services.dcs.announcing import group_fields
 from services.dcs.control_api import GroupAnswer
 from services.dcs.coordinator import Coordinator, SnapshotMissing
 from services.dcs.files_api import Wait
+from services.dcs.handles import Place
 from services.dcs.offers import Offer
 from services.dcs.state import Meeting, State, Version
 from services.dcs.versions import UnknownVersion, VersionError
@@ -40,8 +41,8 @@ class OfferRequest(BaseModel):
     manifest: dict[str, Any]
     """As snapshot.json, but for the files, which are written later."""
     host: str
-    segments: list[str]
-    """One a bucket: services/dcs/segments.py."""
+    segments: list[Place]
+    """One a bucket: a name (services/dcs/segments.py), or the fields of a handle (services/dcs/handles.py)."""
 
 
 class MeetingRequest(BaseModel):

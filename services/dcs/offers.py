@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from services.dcs.handles import Place
 from services.dcs.snapshots import Manifest, SnapshotError
 from services.dcs.state import Version
 
@@ -20,7 +21,7 @@ class Offer:
 
     manifest: dict[str, Any]
     host: str
-    segments: list[str]
+    segments: list[Place]
 
     def of(self, known: Version) -> Manifest:
         """The manifest, checked. Raises SnapshotError."""

@@ -17,7 +17,6 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 NAME = re.compile(r"slipstream-[-_.A-Za-z0-9]+")
@@ -92,11 +91,6 @@ def sweep(prefix: str, keep: Iterable[str] = ()) -> list[str]:
             path.unlink(missing_ok=True)
             gone.append(path.name)
     return gone
-
-
-def source(segment: Segment, used: int) -> dict[str, Any]:
-    """How a bucket in a segment is told to those who take it."""
-    return {"name": segment.name, "bytes": used}
 
 
 def _checked(name: str) -> str:

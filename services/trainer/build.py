@@ -19,10 +19,13 @@ from shared.config import ConfigError, RunConfig
 
 def device_of(config: RunConfig) -> str:
     """cuda or cpu, as `trainer.device` says."""
-    if config.trainer.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if config.trainer.device == "cuda" and not torch.cuda.is_available():
+    found = torch.cuda.is_available()
+    if config.trainer.device == "cuda" and not found:
         raise ConfigError("trainer.device: cuda, but torch sees no GPU here; set it to auto or cpu")
+    if config.dcs.cuda_ipc and not found:
+        raise ConfigError("dcs.cuda_ipc: true, but torch sees no GPU here; set it to false")
+    if config.trainer.device == "auto":
+        return "cuda" if found else "cpu"
     return config.trainer.device
 
 

@@ -2,8 +2,9 @@
 
 The tensors lie one after another in flat uint8 buckets of about `dcs.bucket_mb`, each bucket of one dtype, so that a bucket
 is broadcast as it is and every tensor in it is aligned. Buckets are host memory and are used again for the next version, or
-segments of shared memory, new ones for each version (services/dcs/segments.py). Each tensor is hashed as soon as it is copied, in
-other threads. What others have to know of a copy is its `Outline`; `manifest_of` puts those of all senders together.
+segments of shared memory, new ones for each version (services/dcs/segments.py). Beside a bucket there may be the same in a GPU's
+memory, for engines to map (services/dcs/device_memory.py). Each tensor is hashed as soon as it is copied, in other threads. What
+others have to know of a copy is its `Outline`; `manifest_of` puts those of all senders together.
 tests/dcs/test_publisher.py.
 """
 
@@ -20,7 +21,9 @@ from typing import Any, Self
 import torch
 
 from services.dcs import snapshots
+from services.dcs.device_memory import DeviceMemory, give_back
 from services.dcs.digest import TensorSpec, checksum, digest, dtype_name
+from services.dcs.handles import Place
 from services.dcs.segments import Segment
 
 HASHERS = min(4, os.cpu_count() or 1)
@@ -36,10 +39,21 @@ class Bucket:
     indices: list[int] = field(default_factory=list)
     segment: Segment | None = None
     """What the buffer lies in, if others are to take it from there."""
+    on_device: DeviceMemory | None = None
+    """The same once more, for others to take."""
 
     @property
     def data(self) -> torch.Tensor:
         return self.buffer[: self.used]
+
+    @property
+    def place(self) -> Place:
+        """Where others find it."""
+        if self.segment is not None:
+            return self.segment.name
+        assert self.on_device is not None
+        assert self.on_device.handle is not None
+        return self.on_device.handle.fields()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +91,34 @@ class Copy:
         _unshare(self.buckets)
 
 
-def _unshare(buckets: Iterable[Bucket]) -> None:
+def _unshare(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         if bucket.segment is not None:
             bucket.segment.close()
+        if bucket.on_device is not None:
+            bucket.on_device.close()
+    if any(bucket.on_device is not None for bucket in buckets):
+        give_back()
 
 
 class Copier:
     """Owns the buffers. One copy is in use at a time: `copy` overwrites the last one."""
 
-    def __init__(self, bucket_bytes: int, segments: Callable[[], str] | None = None) -> None:
-        """`segments` gives names: each bucket is then shared memory of that name."""
+    def __init__(self, bucket_bytes: int, segments: Callable[[], str] | None = None, device: str | None = None) -> None:
+        """`segments` gives names: each bucket is then shared memory of that name. On a `device` each is once more."""
         self._bucket_bytes = bucket_bytes
-        self._segments = segments
+        self._segments, self._device = segments, device
         self._spare: list[torch.Tensor] = []
 
     def copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Copy:
-        """Raises SegmentError if there is too little shared memory."""
+        """Raises SegmentError if there is too little memory to share, or it cannot be shared."""
         buckets: list[Bucket] = []
         try:
-            return self._copy(tensors, buckets)
+            copy = self._copy(tensors, buckets)
+            for bucket in buckets:
+                if bucket.on_device is not None:
+                    bucket.on_device.share()
+            return copy
         except BaseException:
             _unshare(buckets)
             raise
@@ -117,6 +139,8 @@ class Copier:
                     bucket.segment.reserve(bucket.used, size)
                 part = bucket.buffer[bucket.used : bucket.used + size]
                 part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+                if bucket.on_device is not None:
+                    bucket.on_device.write(bucket.used, tensor)
                 bucket.used += size
                 bucket.indices.append(len(found))
                 found.append((name, dtype_name(tensor), tuple(tensor.shape), hashers.submit(checksum, part.numpy())))
@@ -131,10 +155,11 @@ class Copier:
         if self._segments is not None:
             segment = Segment(self._segments(), wanted)
             return Bucket(dtype, torch.frombuffer(segment.memory, dtype=torch.uint8), segment=segment)
+        on_device = None if self._device is None else DeviceMemory(wanted, self._device)
         for index, buffer in enumerate(spare):
             if len(buffer) == wanted:
-                return Bucket(dtype, spare.pop(index))
-        return Bucket(dtype, torch.empty(wanted, dtype=torch.uint8, device="cpu"))
+                return Bucket(dtype, spare.pop(index), on_device=on_device)
+        return Bucket(dtype, torch.empty(wanted, dtype=torch.uint8, device="cpu"), on_device=on_device)
 
 
 def manifest_of(

@@ -9,8 +9,8 @@ and must stop. Where the model is cut into pipeline stages the weights have seve
 (sender.py). They are one version all the same: the leader alone speaks to the DCS of it, and a sender that fails fails for all.
 tests/dcs/test_publisher.py, test_weights.py, test_stages.py.
 
-With `placement: colocate` the copy lies in shared memory, and the version is announced with it at once; its snapshot is written
-afterwards, for those who come later. `unshare` removes what every engine has taken.
+With `placement: colocate` engines take the copy from memory, and the version is announced with it at once; its snapshot is
+written afterwards, for those who come later. `unshare` removes what every engine has taken.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class WeightPublisher:
         self._incarnation = uuid.uuid4().hex
         self._dcs = DcsClient(ctx.kv)
         self._shared = ctx.config.colocated
-        copier = Copier(self._options.bucket_mb << 20, self._names() if self._shared else None)
+        on_device = self._options.cuda_ipc
+        names = self._names() if self._shared and not on_device else None
+        copier = Copier(self._options.bucket_mb << 20, names, "cuda" if on_device else None)
         self._own = Sender(copier, self._options.timeout_s)
         patience_s = ctx.config.trainer.rank_timeout_s
         here = SenderHandle(lambda order, _: self._own.handle(order), patience_s)
@@ -238,9 +240,9 @@ class WeightPublisher:
 
     def _offer(self, publication: Publication) -> dict[str, Any]:
         """Where engines of this host find the copy, and what it is."""
-        names = [bucket.segment.name for bucket in publication.copy.buckets if bucket.segment is not None]
+        places = [bucket.place for bucket in publication.copy.buckets]
         manifest = manifest_of(publication.outlines, publication.version, publication.step)
-        return {"manifest": asdict(manifest), "host": socket.gethostname(), "segments": names}
+        return {"manifest": asdict(manifest), "host": socket.gethostname(), "segments": places}
 
     async def _keep(self, publication: Publication) -> None:
         """Write the snapshot, where the DCS sees it or has it sent."""

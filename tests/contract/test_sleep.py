@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.dcs.digest import TensorSpec, digest
+from services.dcs.handles import Handle
 from services.dcs.segments import Segment
 from services.rollout.engines.client import EngineError
 from tests.contract.conftest import Model, Served
@@ -21,6 +22,8 @@ from tests.rollout import tiny
 from tests.rollout.tiny import PROMPTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+HANDLE = Handle("00000000-0000-0000-0000-000000000001", b"\0" * 64, 0, 1 << 30, "/torch_1_1", 0)
+"""Of a GPU that no machine has."""
 
 
 @contextmanager
@@ -91,9 +94,13 @@ async def test_a_segment_that_is_not_there_is_refused(engine: Served, a: Model, 
     for name, said in (
         ("slipstream-nothing", "its trainer is gone"),
         ("../../etc/passwd", "not a name of ours"),
+        (HANDLE.fields(), f"GPU {HANDLE.device} is not visible"),
+        (HANDLE.fields() | {"size": -1}, "device handle: size: -1"),
+        ({}, "device handle: expected the fields"),
+        (7, "segment: 7 has the wrong type"),
     ):
         with pytest.raises(EngineError, match=said):
-            await engine.client.update_from_shared(listed, name)
+            await engine.client.update_from_shared(listed, name)  # type: ignore[arg-type]
     with shared(b.folder) as (segment, _), pytest.raises(EngineError, match="bytes, .* were announced"):
         await engine.client.update_from_shared([*listed, *listed], segment.name)
     await engine.client.end_update(commit=False)

@@ -16,8 +16,11 @@ from transformers import Qwen3ForCausalLM
 from services.rollout.engines.client import EngineClient, EngineDead
 from services.rollout.engines.process import EngineProcess
 from services.rollout.weights import WeightReceiver
+from services.trainer.weights import Publication, WeightPublisher
 from tests.dcs.conftest import Replica, World, _beat
+from tests.dcs.test_handles import HANDLE
 from tests.rollout import tiny
+from tests.shared.runs import until
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -98,3 +101,39 @@ async def test_weights_reach_sampling_engines(make_world: Any, models: list[tupl
     await a.holds(third)
     assert await tokens_of(a.engine) == tiny.greedy(models[2][1], PROMPT, 12)
     assert [member["replica"] for member in await world.dcs.members()] == ["rollout-a"]
+
+
+async def test_an_engine_that_cannot_map_a_gpus_memory_takes_the_snapshot(
+    make_world: Any, models: list[tuple[Path, Qwen3ForCausalLM]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `dcs.cuda_ipc` would offer, to an engine that has no such GPU."""
+    world: World = await make_world(placement="colocate", rollout={"device": "cpu"})
+    shutil.copytree(models[0][0], world.model_dir, dirs_exist_ok=True)
+    await world.start_dcs()
+    publisher = await world.publisher()
+
+    async def publish(step: int) -> int:
+        tensors = load_file(models[step][0] / "model.safetensors")
+        return await publisher.publish(step, tensors.items(), "update")
+
+    await publish(0)
+    held, _ = await replica(world, "rollout-a")
+    offer = WeightPublisher._offer
+
+    def on_a_gpu(publisher: WeightPublisher, publication: Publication) -> dict[str, Any]:
+        found = offer(publisher, publication)
+        return found | {"segments": [HANDLE.fields() for _ in found["segments"]]}
+
+    monkeypatch.setattr(WeightPublisher, "_offer", on_a_gpu)
+    version = await publish(1)
+    await held.holds(version)
+    assert await tokens_of(held.engine) == tiny.greedy(models[1][1], PROMPT, 12)
+    first, second = await world.received(version)
+    assert (first.how, first.ok, second.how, second.ok) == ("shared", False, "snapshot", True)
+    assert "is not visible to this process" in first.error
+
+    async def told() -> bool:
+        refusals = [event.message for event in await world.events() if event.kind == "weights_refused"]
+        return any(f"GPU {HANDLE.device}" in message for message in refusals)
+
+    await until(told, "the refusal is an event")

@@ -45,6 +45,9 @@ def test_it_sets_the_staleness_and_survives_the_round_trip() -> None:
             "placement: the teacher's engine would hold the device .*; use placement: separate",
         ),
         ({"placement": "together"}, "placement: .*'separate' or 'colocate'"),
+        ({"placement": "separate", "dcs": {"cuda_ipc": True}}, "dcs.cuda_ipc: true, but only .*; set placement: colocate"),
+        ({"trainer": {"device": "cpu"}, "dcs": {"cuda_ipc": True}}, "dcs.cuda_ipc: .* but trainer.device is 'cpu'"),
+        ({"rollout": {"device": "cpu"}, "dcs": {"cuda_ipc": True}}, "dcs.cuda_ipc: .* but rollout.device is 'cpu'"),
     ],
 )  # fmt: skip
 def test_what_cannot_share_a_device_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -59,6 +62,8 @@ def test_what_cannot_share_a_device_is_refused(changes: dict[str, Any], message:
         {"algorithm": {"kl": {"coef": 0.1}}, "reference": {"place": "trainer"}},
         {"trainer": {"device": "cuda", "ranks": 2}, "rollout": {"device": "auto"}},
         {"deterministic": True},
+        {"dcs": {"cuda_ipc": True}},
+        {"dcs": {"cuda_ipc": True}, "trainer": {"device": "cuda"}, "rollout": {"device": "cuda"}},
     ],
 )
 def test_what_can_is_accepted(changes: dict[str, Any]) -> None:

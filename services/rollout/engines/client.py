@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol, Self
 
 import aiohttp
 
+from services.dcs.handles import Place
+
 CONTROL_TIMEOUT_S = 30.0
 """Deadline of calls that move no weights and generate nothing."""
 WEIGHTS_TIMEOUT_S = 300.0
@@ -246,11 +248,12 @@ class EngineClient:
     async def update_from_shared(
         self,
         tensors: Iterable[Tensor],
-        segment: str,
+        segment: Place,
         weight_version: str | None = None,
         timeout_s: float = WEIGHTS_TIMEOUT_S,
     ) -> None:
-        """Take a bucket of all these tensors out of shared memory (services/dcs/segments.py). Only engines that stage."""
+        """Take a bucket of all these tensors out of memory that the trainer shares: a segment of this name, or device memory with
+        this handle (services/dcs/handles.py). Only engines that stage."""
         body = _columns(tensors) | {"segment": segment}
         await self._post("/update_weights_from_shared", body | _given(weight_version=weight_version), timeout_s)
 

@@ -36,6 +36,10 @@ class Fields:
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
         return self._take(name, str, default)
 
+    def place(self, name: str) -> Any:
+        """A name, or an object."""
+        return self._take(name, (str, dict), _REQUIRED)
+
     def flag(self, name: str, default: bool) -> bool:
         return self._take(name, bool, default)
 

@@ -12,7 +12,8 @@ Guarantees, held for both by tests/contract/test_updates.py:
 * a failed transfer leaves what is live as it was; the update stays open to be ended;
 * a transfer has one deadline, and ends with the bucket that is on its way when whoever asked for it has gone.
 `from_tensor` takes safetensors bytes in base64, not pickles; `from_shared` takes a bucket that a trainer of this host keeps in
-shared memory (services/dcs/segments.py), which is what trainer and engines on one device exchange weights by.
+shared memory or in a GPU's (services/dcs/segments.py, device_memory.py), which is what trainer and engines on one device exchange
+weights by. The latter is let go before the call that ends the update is answered.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from services.dcs import collective, segments
+from services.dcs import collective, device_memory, segments
 from services.dcs.digest import TensorSpec, dtype_name, tensor_checksum
+from services.dcs.handles import Handle, Place
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -116,6 +118,10 @@ class Receiving(ABC):
     def _memory(self, size: int, device: torch.device) -> torch.Tensor:
         """Flat memory for a bucket."""
         return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def _landed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a broadcast brought, where it waits for the switch. Called in the thread."""
+        return tensors
 
     # ---- the update
 
@@ -218,7 +224,7 @@ class Receiving(ABC):
                 tensors, memory = self._receive_one(group, announced, flat, device, deadline)
             except collective.CollectiveError as error:
                 raise UpdateError(f"bucket {number} of {len(wanted)}: {error}") from error
-            self._put(tensors, version if number == len(wanted) else None, memory)
+            self._put(self._landed(tensors), version if number == len(wanted) else None, memory)
 
     def _receive_one(
         self, group: Group, announced: Announced, flat: bool, device: torch.device, deadline: float
@@ -237,15 +243,15 @@ class Receiving(ABC):
         return tensors, None
 
     async def from_shared(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], segment: str, version: str | None
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], segment: Place, version: str | None
     ) -> None:
-        """Take a bucket, in which all tensors lie one after another, out of shared memory."""
+        """Take a bucket, in which all tensors lie one after another, out of memory that the trainer shares."""
         async with self._transfer("update_weights_from_shared"):
             announced = self._announced(names, dtypes, shapes)
 
             def take() -> None:
-                memory = segments.attach(segment, sum(announced.sizes))
-                self._put(announced.of(torch.frombuffer(memory, dtype=torch.uint8)), version)
+                memory = _mapped(segment, sum(announced.sizes))
+                self._put(announced.of(memory), version)
 
             try:
                 await self._in_thread(take)
@@ -289,6 +295,13 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
     if kind is None:
         raise UpdateError(f"dtypes: {name} has {dtype!r}; known are {', '.join(DTYPES)}")
     return kind
+
+
+def _mapped(segment: Place, size: int) -> torch.Tensor:
+    """A bucket of somebody else's. Raises SegmentError."""
+    if isinstance(segment, str):
+        return torch.frombuffer(segments.attach(segment, size), dtype=torch.uint8)
+    return device_memory.attach(Handle.read(segment), size)
 
 
 def _decode(serialized: list[str]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from services.dcs.handles import Place
 from services.rollout.engines.fields import BadRequest, Fields
 
 BUCKET = "flattened_bucket"
@@ -49,7 +50,7 @@ class Weights(Protocol):
     ) -> None: ...
 
     async def from_shared(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], segment: str, version: str | None
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], segment: Place, version: str | None
     ) -> None: ...
 
     async def from_tensor(self, serialized: list[str], version: str | None) -> None: ...
@@ -149,7 +150,7 @@ class UpdateRoutes:
     async def from_shared(self, body: Any) -> Answer:
         fields = Fields(body, "update_weights_from_shared")
         names, dtypes, shapes = fields.items("names", str), fields.items("dtypes", str), fields.items("shapes", list)
-        segment, version = fields.text("segment"), fields.text("weight_version", None)
+        segment, version = fields.place("segment"), fields.text("weight_version", None)
         fields.end()
         await self._weights.from_shared(names, dtypes, shapes, segment, version)
         return done(f"{len(names)} tensors are staged")

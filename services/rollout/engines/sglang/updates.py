@@ -31,7 +31,7 @@ class Target(Protocol):
     device: torch.device
     """Where it computes, and where NCCL delivers."""
     stage: torch.device
-    """Where tensors that came by NCCL wait for the switch."""
+    """Where tensors that came by NCCL wait for the switch. What is mapped stays where the trainer has it."""
     rank: int
     """Among the engine's own ranks: each is a member of the broadcast group."""
 
@@ -62,6 +62,9 @@ class Weights(Receiving):
     def check(self, name: str, shape: tuple[int, ...]) -> str | None:
         return self.target.check(name, shape)
 
+    def _landed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.target.stage) for name, tensor in tensors.items()}
+
     # ---- the update
 
     async def end(self, commit: bool, version: str | None, mode: Mode | None) -> int:
@@ -83,8 +86,7 @@ class Weights(Receiving):
         return met
 
     def _put(self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None) -> None:
-        """What NCCL delivered goes to the stage's device; everything else is there already."""
-        self._staged.update({name: tensor.to(self.target.stage) for name, tensor in tensors.items()})
+        self._staged.update(tensors)
         if version is not None:
             self._version = version
 
