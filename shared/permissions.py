@@ -82,7 +82,7 @@ ROLES = {
         ],
         pulls=(("prompts", "rollout"),),
         purges=("partials", "blobs"),
-        config_keys=("turns",),
+        config_keys=("turns", "tries.>"),
     ),
     "reward": Role(
         services=("reward",),

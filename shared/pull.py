@@ -125,12 +125,13 @@ class Puller:
         return self
 
     async def next(self, timeout_s: float) -> Delivery | None:
-        """The next message, or None. Raises what ended the consumer (ConsumerGone, AccessDenied)."""
+        """The next message, or None: always, once `stopped`. Raises what ended the consumer (ConsumerGone, AccessDenied)."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not self._ready:
             if self._error is not None:
                 raise self._error
             if self._stopping:
+                await asyncio.sleep(0)  # to who asks again and again, lest nobody else has a turn
                 return None
             if not await self._wait(deadline):
                 return None
@@ -176,6 +177,10 @@ class Puller:
         self._give_back(0)
         while self._waiting:
             _finish(self._waiting.popleft())
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopping
 
     @property
     def epoch(self) -> int:

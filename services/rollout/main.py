@@ -199,7 +199,7 @@ class Worker:
 
     async def _slot(self, puller: Puller) -> None:
         """One group after another. Waiting here is what asks the broker for a prompt, so a busy replica hoards none."""
-        while not self.ctx.stopping.is_set():
+        while not (self.ctx.stopping.is_set() or puller.stopped):
             async with self.caution.place() as place:
                 delivery = await puller.next(POLL_S)
                 if delivery is not None:

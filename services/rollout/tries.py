@@ -47,7 +47,8 @@ class Tries:
         await self._kv.put(_key(group_id), str(await self._count(group_id) + 1).encode())
 
     async def came_through(self, group_id: str) -> None:
-        await self._kv.delete(_key(group_id))
+        """The key stays: who may delete one may delete all of the run's config, and a rollout replica may not."""
+        await self._kv.put(_key(group_id), b"0")
 
     async def _count(self, group_id: str) -> int:
         entry = await self._kv.get(_key(group_id))

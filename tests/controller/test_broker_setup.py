@@ -8,6 +8,7 @@ import re
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from services.controller.broker_setup import folder as setup
 from services.controller.cli import app
+from services.rollout.tries import ENOUGH, Tries
 from shared import credentials, wire
 from shared.broker import EmbeddedBroker
 from shared.config import ConfigError
@@ -153,6 +155,19 @@ async def test_config_keys_and_leases_belong_to_their_services(enter: Any) -> No
     registry = await Registry.open(queue.connection, queue.subjects, create=False)
     with pytest.raises(AccessDenied, match="lease.trainer"):
         await registry.claim("trainer")
+
+
+async def test_a_rollout_counts_how_often_a_suspect_was_drawn_alone(enter: Any) -> None:
+    queue = await enter("rollout")
+    tries = Tries(await KV.open(queue.connection, queue.subjects.config_bucket, create=False), max_deliveries=5)
+    for group_id in ("0-7", "0-7.1", "eval-3-7"):
+        delivery: Any = SimpleNamespace(msg_id=group_id, delivered=6)
+        for _ in range(ENOUGH):
+            assert await tries.verdict(delivery) == ""
+            await tries.begin(group_id)
+        assert await tries.verdict(delivery) != ""
+        await tries.came_through(group_id)
+        assert await tries.verdict(delivery) == ""
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -126,3 +126,12 @@ async def test_a_second_delivery_leaves_one_request(bench: Bench) -> None:
     for msg_id in ("0-0", "as if the broker had forgotten the first"):
         await (await bench.take(min_step=0, msg_id=msg_id))
     assert [group.id for group in await bench.made()] == ["0-0"]
+
+
+async def test_a_slot_ends_with_its_puller(bench: Bench) -> None:
+    """Another slot failed: those that wait for prompts must not keep the replica from leaving."""
+    slot = asyncio.create_task(bench.worker._slot(bench.puller))
+    await until(lambda: bench.worker.caution.held == 1, "it asks for a prompt")
+    await bench.puller.stop()
+    await asyncio.wait_for(slot, 60)
+    assert bench.worker.caution.held == 0
