@@ -32,6 +32,8 @@ from shared.timing import timed
 
 SENDING_GRACE_S = 30.0
 """How long after a broadcast's deadline its sender still may answer."""
+LEAVE_S = 30.0
+"""What leaving a group may take: a call that is stuck in it ends first."""
 
 Ask = Callable[[dict[str, Any], float], Any]
 """Have a sender do an order, within so many seconds."""
@@ -157,7 +159,7 @@ class SenderHandle:
 
     async def leave(self) -> None:
         """Give the group up, if there is one."""
-        await self._do("leave")
+        await self._do("leave", LEAVE_S)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
