@@ -262,7 +262,7 @@ class DcsConfig(Section):
     shared_folder: bool = True
     """Whoever pulls and sees `<workdir>/snapshots` on a disk of its own takes the files there instead of through HTTP."""
     cuda_ipc: bool = False
-    """With `placement: colocate` on a GPU: engines map a copy of the weights in the GPU's memory, in place of shared memory."""
+    """With `placement: colocate` on a GPU: engines copy the weights within the GPU's memory, in place of shared memory."""
 
 
 class AutoscaleConfig(Section):

@@ -1,11 +1,11 @@
 """Weights in a GPU's memory that trainer and engines share by CUDA IPC (`dcs.cuda_ipc`): segments.py on a device.
 
 The trainer allocates a `DeviceMemory` for each bucket of a version, writes the tensors into it and shares it; an engine maps it
-by its handle (handles.py) and reads it until it lets the mapping go. What differs from a segment: a mapping does not outlive the
-memory, so its owner may close it only when no engine reads it any more, which turns tell (services/trainer/turn.py). Guarantees:
-what is shared is written; closing gives the memory back whether or not anybody mapped it, or died with it mapped; what cannot be
-allocated, shared or mapped is a SegmentError with a way out. tests/dcs/test_handles.py; tests/dcs/test_exchange.py shares and
-maps in two processes where there is a GPU.
+by its handle (handles.py), copies it on the device, and lets go. What differs from a segment: a mapping does not outlive the
+memory, so what an engine verifies and serves must be a copy of its own. Guarantees: what is shared is written; what was taken
+does not change any more, whatever becomes of the trainer; closing gives the memory back whether or not anybody mapped it, or died
+with it mapped; what cannot be allocated, shared or taken is a SegmentError with a way out. tests/dcs/test_handles.py;
+tests/dcs/test_exchange.py shares and takes in two processes where there is a GPU.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def attach(handle: Handle, size: int) -> torch.Tensor:
-    """The first `size` bytes of somebody's device memory, mapped until the last tensor in it is gone. Not to be written to."""
+def take(handle: Handle, size: int) -> torch.Tensor:
+    """A copy, on the same device, of the first `size` bytes of somebody's device memory."""
     if handle.size < size:
         raise SegmentError(f"device handle: has {handle.size} bytes, {size} were announced")
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
@@ -72,11 +72,13 @@ def attach(handle: Handle, size: int) -> torch.Tensor:
         storage = torch.UntypedStorage._new_shared_cuda(
             index, handle.memory, handle.size, handle.offset, *counter, b"", False
         )
+        taken = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size].clone()
+        torch.cuda.synchronize(index)  # before it is unmapped
+        return taken
     except RuntimeError as error:
         raise SegmentError(
-            f"device handle: cannot be mapped ({error}): its trainer is gone, or CUDA IPC does not work here; {WAY_OUT}"
+            f"device handle: cannot be taken ({error}): its trainer is gone, or CUDA IPC does not work here; {WAY_OUT}"
         ) from error
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
 
 
 def _uuid(index: int) -> str:

@@ -97,14 +97,14 @@ def test_a_gpu_is_found_by_its_uuid_whatever_its_number() -> None:
         index_of(HANDLE.device, [])
 
 
-def test_more_than_there_is_is_not_mapped() -> None:
+def test_more_than_there_is_is_not_taken() -> None:
     with pytest.raises(SegmentError, match="has 1048576 bytes, 1048577 were announced"):
-        device_memory.attach(HANDLE, HANDLE.size + 1)
+        device_memory.take(HANDLE, HANDLE.size + 1)
 
 
-def test_a_gpu_that_is_not_here_is_not_mapped() -> None:
+def test_from_a_gpu_that_is_not_here_nothing_is_taken() -> None:
     with pytest.raises(SegmentError, match=f"GPU {HANDLE.device} is not visible to this process"):
-        device_memory.attach(HANDLE, HANDLE.size)
+        device_memory.take(HANDLE, HANDLE.size)
 
 
 def test_without_a_gpu_the_trainer_says_so_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:

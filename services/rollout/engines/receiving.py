@@ -13,7 +13,7 @@ Guarantees, held for both by tests/contract/test_updates.py:
 * a transfer has one deadline, and ends with the bucket that is on its way when whoever asked for it has gone.
 `from_tensor` takes safetensors bytes in base64, not pickles; `from_shared` takes a bucket that a trainer of this host keeps in
 shared memory or in a GPU's (services/dcs/segments.py, device_memory.py), which is what trainer and engines on one device exchange
-weights by. The latter is let go before the call that ends the update is answered.
+weights by.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Receiving(ABC):
             announced = self._announced(names, dtypes, shapes)
 
             def take() -> None:
-                memory = _mapped(segment, sum(announced.sizes))
+                memory = _shared(segment, sum(announced.sizes))
                 self._put(announced.of(memory), version)
 
             try:
@@ -297,11 +297,11 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
     return kind
 
 
-def _mapped(segment: Place, size: int) -> torch.Tensor:
+def _shared(segment: Place, size: int) -> torch.Tensor:
     """A bucket of somebody else's. Raises SegmentError."""
     if isinstance(segment, str):
         return torch.frombuffer(segments.attach(segment, size), dtype=torch.uint8)
-    return device_memory.attach(Handle.read(segment), size)
+    return device_memory.take(Handle.read(segment), size)
 
 
 def _decode(serialized: list[str]) -> dict[str, torch.Tensor]:

@@ -43,12 +43,6 @@ class Stage:
         self.specs[name] = spec
 
 
-def _read(tensors: dict[str, torch.Tensor]) -> None:
-    """Until a GPU has read them: what is mapped may be unmapped as soon as it is let go."""
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-
-
 class Stager:
     """Makes stages, one at a time, and owns their memory. Its methods are called in one thread."""
 
@@ -70,7 +64,6 @@ class Stager:
         def write() -> None:
             for name, tensor in tensors.items():
                 stage.write(name, tensor)
-            _read(tensors)
             if bucket is not None and len(self._buckets) < KEPT_BUCKETS:
                 self._buckets.append(bucket)
 

@@ -31,7 +31,7 @@ class Target(Protocol):
     device: torch.device
     """Where it computes, and where NCCL delivers."""
     stage: torch.device
-    """Where tensors that came by NCCL wait for the switch. What is mapped stays where the trainer has it."""
+    """Where tensors that came by NCCL wait for the switch. What was shared on a device stays there."""
     rank: int
     """Among the engine's own ranks: each is a member of the broadcast group."""
 
