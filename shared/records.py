@@ -282,8 +282,9 @@ class Announcement:
     digest: str
     """One sha256 for all: see services/dcs/digest.py."""
     group: dict[str, Any] | None
-    """How it is broadcast: epoch, backend, world_size, members {replica: rank}, timeout_s; `senders` [{name, host, port}], each
-    with a process group of its own; `sent_by`, the number of the sender of each bucket. None: pull only."""
+    """How it is broadcast: epoch, backend, world_size, timeout_s; `senders` [{name, host, port}], each with a process group of
+    its own; `sent_by`, the number of the sender of each bucket; `ranks` {incarnation: first rank}, with the first version of an
+    epoch only. None: pull only."""
     buckets: list[list[int]]
     """Indices into `names`, bucket by bucket, in the order of sending."""
     snapshot: str

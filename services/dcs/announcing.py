@@ -19,13 +19,21 @@ def announcement(
     config: RunConfig,
     snapshot: str,
     *,
+    new_group: bool,
     resync: Sequence[str] = (),
     offer: Offer | None = None,
 ) -> Announcement:
-    """Of a version that was announced. `snapshot`: the URL of its files. `resync`: told again, for these replicas."""
+    """Of a version that was announced. `snapshot`: the URL of its files. `resync`: told again, for these replicas.
+
+    Who has which rank is told once, with the first version of a `new_group`: it goes to every member, and is as long as they are
+    many.
+    """
     group = None
     if known.group and not resync:
         group = group_fields(known.group, config) | {"sent_by": manifest.sent_by or [0] * len(manifest.buckets)}
+        if new_group:
+            ranks = known.group.ranks()
+            group["ranks"] = {member.incarnation: ranks[member.replica] for member in known.group.members}
     return Announcement(
         version=known.version,
         step=known.step,
@@ -54,7 +62,5 @@ def group_fields(group: Group, config: RunConfig) -> dict[str, Any]:
             for number, one in enumerate(group.senders)
         ],
         "world_size": group.world_size,
-        "members": group.ranks(),
-        "incarnations": {member.replica: member.incarnation for member in group.members},
         "timeout_s": config.dcs.timeout_s,
     }

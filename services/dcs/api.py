@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from services.dcs import control_api, files_api, snapshots
-from services.dcs.announcing import group_fields
 from services.dcs.control_api import GroupAnswer
 from services.dcs.coordinator import Coordinator, SnapshotMissing
 from services.dcs.files_api import Wait
@@ -207,7 +206,7 @@ def _version_answer(coordinator: Coordinator, version: Version) -> VersionAnswer
         digest=version.digest,
         reason=version.reason,
         phase=version.phase,
-        group=GroupAnswer(**group_fields(version.group, coordinator.config)) if version.group else None,
+        group=GroupAnswer.of(version.group, coordinator.config) if version.group else None,
         result=version.result,
         error=version.error,
         answers=version.answers,

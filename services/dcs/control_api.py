@@ -7,6 +7,8 @@ from pydantic import BaseModel
 
 from services.dcs.announcing import group_fields
 from services.dcs.coordinator import Coordinator
+from services.dcs.state import Group
+from shared.config import RunConfig
 
 
 class SenderAnswer(BaseModel):
@@ -24,8 +26,11 @@ class GroupAnswer(BaseModel):
     """Of each process group: a sender and all engines."""
     members: dict[str, int]
     """Replica -> the first rank of its engine."""
-    incarnations: dict[str, str]
     timeout_s: float
+
+    @classmethod
+    def of(cls, group: Group, config: RunConfig) -> GroupAnswer:
+        return cls(**group_fields(group, config), members=group.ranks())
 
 
 class Pins(BaseModel):
@@ -50,7 +55,7 @@ def add_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def group() -> GroupAnswer | None:
         """The broadcast group, while it can be used again."""
         found = coordinator.state.group
-        return GroupAnswer(**group_fields(found, coordinator.config)) if found else None
+        return GroupAnswer.of(found, coordinator.config) if found else None
 
     @app.put("/versions/{version}/pin")
     async def pin(version: int) -> Pins:

@@ -369,7 +369,10 @@ class Coordinator:
         self, known: Version, manifest: Manifest, resync: list[str] | None = None, offer: Offer | None = None
     ) -> None:
         snapshot = f"{self.url}/versions/{known.version}/files"
-        told = announcement(known, manifest, self.config, snapshot, resync=resync or (), offer=offer)
+        new_group = self._rules.has_new_group(known)
+        told = announcement(
+            known, manifest, self.config, snapshot, new_group=new_group, resync=resync or (), offer=offer
+        )
         name = f"v{known.version}" + (f"-resync-{uuid.uuid4().hex[:8]}" if resync else "")
         await self._queue.publish(self._subjects.announced, told, msg_id=name, deadline_s=PUBLISH_DEADLINE_S)
 

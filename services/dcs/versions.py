@@ -68,6 +68,13 @@ class Versions:
         ]
         return {member.replica for member in members} | state.held.keys()
 
+    def has_new_group(self, known: Version) -> bool:
+        """Its group was formed for it. One that is used again is known to all in it: each took part in what came before."""
+        earlier = (other for other in self.state.versions if other.version < known.version)
+        return known.group is not None and all(
+            other.group is None or other.group.epoch != known.group.epoch for other in earlier
+        )
+
     # -- the publisher ------------------------------------------------------------------------------------------------
 
     def allocate(self, *, step: int, digest: str, reason: str, publisher: str, now: float) -> Version:

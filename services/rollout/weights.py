@@ -82,6 +82,8 @@ class WeightReceiver:
         self._weights: EngineWeights | None = None
         self._read_from = 1
         self._newest: Announcement | None = None
+        self._ranks: dict[int, int | None] = {}
+        """In the group of the epoch that was told last. Told once an epoch, which goes on only if all took part."""
         self._heard, self._pause_s = time.monotonic(), 0.0
         """When the newest was read, and how long after the one before."""
         self._arrived = asyncio.Event()
@@ -261,12 +263,12 @@ class WeightReceiver:
 
     async def _rank_in(self, told: Announcement) -> int | None:
         """Its rank in a broadcast that can still be joined."""
-        group, replica = told.group, self._ctx.replica
-        if group is None or group["incarnations"].get(replica) != self._incarnation:
+        if (group := told.group) is None:
             return None
-        if await self._too_late(told.version):
-            return None
-        return int(group["members"][replica])
+        if "ranks" in group:
+            self._ranks = {group["epoch"]: group["ranks"].get(self._incarnation)}
+        rank = self._ranks.get(group["epoch"])
+        return None if rank is None or await self._too_late(told.version) else int(rank)
 
     async def _too_late(self, version: int) -> bool:
         """The others are through or have given up. Clocks of two hosts cannot tell, so the DCS is asked, if there is any doubt:

@@ -75,8 +75,14 @@ async def test_only_a_broadcast_that_counts_on_this_very_engine_is_joined(world:
     assert await a.receiver._rank_in(told) == 1
     assert await a.receiver._rank_in(replace(told, at=0.0)) == 1, "clocks of two hosts say nothing"
     assert await a.receiver._rank_in(replace(told, group=None)) is None
-    before_the_restart = told.group | {"incarnations": {"rollout-a": "of the engine before"}}
+    again = {name: value for name, value in told.group.items() if name != "ranks"}
+    assert await a.receiver._rank_in(replace(told, group=again)) == 1, "told once an epoch"
+    assert await a.receiver._rank_in(replace(told, group=again | {"epoch": 99})) is None, (
+        "it has not heard who is in that"
+    )
+    before_the_restart = told.group | {"ranks": {"of the engine before": 1}}
     assert await a.receiver._rank_in(replace(told, group=before_the_restart)) is None
+    assert await a.receiver._rank_in(replace(told, group=again)) is None
 
 
 async def test_whether_a_broadcast_goes_on_is_asked_of_the_dcs_where_there_is_doubt(world: World) -> None:

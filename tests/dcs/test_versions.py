@@ -342,6 +342,9 @@ class Story(RuleBasedStateMachine):
             assert known.group.epoch >= self.epoch
             assert known.group.publisher == publisher
             assert self.groups.setdefault(known.group.epoch, fixed) == fixed, "an epoch is one group"
+            alike = [one for one in self.v.state.versions if one.group and one.group.epoch == known.group.epoch]
+            assert all(one.clean() for one in alike if one is not known), "used again, though somebody took no part"
+            assert self.v.has_new_group(known) == (known.group.epoch > self.epoch)
             self.epoch = known.group.epoch
             ranks = sorted(known.group.ranks().values())
             assert ranks[0] == 1
