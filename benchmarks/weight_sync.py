@@ -9,7 +9,8 @@ Rounds of both alternate; medians count. For each size and number of receivers:
     transfer        from the first bucket until the last one is sent, waiting for engines that have not asked for theirs included
     ratio           transfer over the baseline. Aim: at most 1.15 at 0.5 GB and above
     start           for how long the slowest engine waited for the first bucket, and ended after the publisher
-    verified        transfer, start, and what checking every tensor's sha256 took beyond them: engines hash while they receive
+    verified        transfer, start, and what checking each tensor's sha256 took beyond them: engines hash while they receive, or,
+                    on fewer than four cores, afterwards
     switch          asked to switch, until the engine has; it waits for the running step to end
 
 `pause_ms`: for how long the switch keeps generation from its next step at 0.5 GB, the worst seen. Aim: under 50. `pull_mb_per_s`:

@@ -47,6 +47,10 @@ class Weights(Receiving):
     def _memory(self, size: int, device: torch.device) -> torch.Tensor:
         return self._stager.bucket(size, device)
 
+    def _receive(self, *arguments: Any) -> None:
+        with self._stager.receiving():
+            super()._receive(*arguments)
+
     # ---- the update
 
     async def end(self, commit: bool, version: str | None, mode: Mode | None) -> int:
@@ -94,7 +98,7 @@ class Weights(Receiving):
             )
 
     def _drop(self, stage: Stage) -> None:
-        wait(stage.writing)
+        wait([job for job, _ in stage.writing])
         self._stager.give_back(stage.tensors)
 
     def _put(self, tensors: dict[str, torch.Tensor], version: str | None, bucket: torch.Tensor | None = None) -> None:
