@@ -143,24 +143,24 @@ class WeightReceiver:
 
     async def run(self) -> None:
         """Follow the announcements until cancelled. Raises EngineDead, or ServiceFailed if the engine takes no weights."""
-        reading = asyncio.create_task(self._read())
+        reading, told = asyncio.create_task(self._read()), asyncio.create_task(self._arrived.wait())
         self._following = True
         try:
             while True:
-                told = asyncio.create_task(self._arrived.wait())
                 await asyncio.wait({told, reading}, return_when=asyncio.FIRST_COMPLETED)
                 if reading.done():
-                    told.cancel()
                     reading.result()
                     raise ServiceFailed("the reader of the weights stream ended by itself")
                 self._arrived.clear()
+                told = asyncio.create_task(self._arrived.wait())
                 async with self._updating:
                     if self._newest is not None and self._due(self._newest.version):
                         await self._update(self._newest)
         finally:
             self._following = False
             reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            told.cancel()
+            await asyncio.gather(reading, told, return_exceptions=True)
             await self.leave()
 
     def step_of(self, version: int) -> int:

@@ -174,8 +174,10 @@ class WeightPublisher:
         """Until the last publication has got that far. Raises why it does not."""
         while self._delivery is not None and not reached.is_set():
             waiting = asyncio.create_task(reached.wait())
-            await asyncio.wait({waiting, self._delivery}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
+            try:
+                await asyncio.wait({waiting, self._delivery}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
             if reached.is_set():
                 break
             if self._delivery.done():
