@@ -161,6 +161,17 @@ def speed(folder: Path, rounds: int) -> dict[str, float]:
     }
 
 
+def in_a_process(function: Callable[..., None], *arguments: Any) -> Any:
+    """What `function` sends as its answer, from a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=function, args=(*arguments, far))
+    process.start()
+    answer = near.recv()
+    process.join(60)
+    return answer
+
+
 def scoring_peak(whole: bool, answer: Any) -> None:
     """In a process of its own: bytes at the peak beyond what the inputs take."""
     import resource
@@ -187,14 +198,7 @@ def scoring_peak(whole: bool, answer: Any) -> None:
 
 
 def scoring() -> dict[str, float]:
-    context = multiprocessing.get_context("spawn")
-    peaks = {}
-    for name, whole in (("ours", False), ("whole", True)):
-        near, far = context.Pipe()
-        process = context.Process(target=scoring_peak, args=(whole, far))
-        process.start()
-        peaks[name] = near.recv() / 1024
-        process.join(60)
+    peaks = {name: in_a_process(scoring_peak, whole) / 1024 for name, whole in (("ours", False), ("whole", True))}
     print(
         f"log-probabilities of {SCORED} x {SCORED_VOCABULARY}: {peaks['ours']:.0f} MB, whole logits {peaks['whole']:.0f} MB"
     )
@@ -276,12 +280,7 @@ def staged(folder: Path, answer: Any) -> None:
 
 
 def by_stage(folder: Path) -> dict[str, float]:
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    process = context.Process(target=staged, args=(folder, far))
-    process.start()
-    leader, stages = near.recv()
-    process.join(60)
+    leader, stages = in_a_process(staged, folder)
     print(
         f"export of two pipeline stages: {1e3 * leader:.0f} ms by the leader, {1e3 * stages:.0f} ms by each of its own"
     )
@@ -289,14 +288,9 @@ def by_stage(folder: Path) -> dict[str, float]:
 
 
 def moved(folder: Path) -> dict[str, float]:
-    context = multiprocessing.get_context("spawn")
     found: dict[str, float] = {}
     for suffix, ranks in (("", 1), ("_tp2", 2)):
-        near, far = context.Pipe()
-        process = context.Process(target=moving, args=(folder, ranks, far))
-        process.start()
-        rate, copy_ms, durable_ms, size = (round(value) for value in near.recv())
-        process.join(60)
+        rate, copy_ms, durable_ms, size = (round(value) for value in in_a_process(moving, folder, ranks))
         found |= {f"export{suffix}_mb_s": rate, f"checkpoint{suffix}_copy_ms": copy_ms}
         found |= {f"checkpoint{suffix}_ms": durable_ms, "checkpoint_mb": size}
         print(

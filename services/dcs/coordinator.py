@@ -44,6 +44,7 @@ T = TypeVar("T")
 PUBLISH_DEADLINE_S = 10.0
 RETRY_S = 1.0
 LONGEST_LOOK_S = 2.0
+"""The most that one look at the heartbeats may add to a silence (shared/awake.py)."""
 AT_ONCE = 1024
 """Answers that are folded in one change."""
 

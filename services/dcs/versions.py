@@ -1,6 +1,6 @@
 """Which versions of the weights exist, who is in the broadcast group, and who holds what. A pure state machine.
 
-Guarantees, held by the property tests in tests/dcs/test_versions.py:
+Guarantees, held by the property tests in tests/dcs/test_versions_story.py:
 - A version number is handed out once: numbers only grow, over restarts of the DCS and of the trainer and over rollbacks.
 - Asking again for the same weights (step, digest, publisher) gives the same version, so a publisher may retry blindly.
 - A publisher that was replaced by a newer one is refused (Superseded); so is a version that a later one has overtaken.

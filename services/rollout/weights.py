@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -252,13 +253,15 @@ class WeightReceiver:
     async def _update(self, told: Announcement) -> None:
         """From shared memory if it lies there, by broadcast if this engine is in the group, else, or if that fails, from the
         newest snapshot."""
+        assert self._weights is not None
         if told.shared is not None and not self._anew:
-            if told.shared["host"] == socket.gethostname() and await self._from_memory(told):
+            here = told.shared["host"] == socket.gethostname()
+            if here and await self._directly(told, "shared", partial(self._weights.take, told)):
                 return
             if not await self._written(told):
                 return
         rank = None if self._anew else await self._rank_in(told)
-        if rank is None or not await self._by_broadcast(told, rank):
+        if rank is None or not await self._directly(told, "broadcast", partial(self._weights.receive, told, rank)):
             await self._catch_up(told)
 
     async def _rank_in(self, told: Announcement) -> int | None:
@@ -282,11 +285,6 @@ class WeightReceiver:
         except Refused:
             return True
 
-    async def _from_memory(self, told: Announcement) -> bool:
-        assert self._weights is not None
-        weights = self._weights
-        return await self._directly(told, "shared", lambda seconds: weights.take(told, seconds))
-
     async def _written(self, told: Announcement) -> bool:
         """Wait for the snapshot of a version that is announced before that is there. False: something else comes first."""
         while self._newest is told and not self._asleep and not self._ctx.stopping.is_set():
@@ -296,11 +294,6 @@ class WeightReceiver:
             await self._back_off(POLL_S)
         self._arrived.set()
         return False
-
-    async def _by_broadcast(self, told: Announcement, rank: int) -> bool:
-        assert self._weights is not None
-        weights = self._weights
-        return await self._directly(told, "broadcast", lambda seconds: weights.receive(told, rank, seconds))
 
     async def _directly(
         self, told: Announcement, how: How, receive: Callable[[dict[str, float]], Awaitable[None]]

@@ -66,6 +66,10 @@ class Ranks:
     _stage: StageServer | None = None
     """Sends the weights of the stage that this rank heads."""
 
+    @property
+    def rank(self) -> int:
+        return 0 if self.channel is None else self.channel.rank
+
     def add(self, name: str, folder: Path, role: Role = "actor") -> RankedPolicy:
         """Leader: build a model on all ranks."""
         self.all("look", name, folder=str(folder))  # a host without the folder is named before the others wait for it
@@ -171,13 +175,11 @@ class Ranks:
 
     def _save(self, folder: Path, models: Mapping[str, str]) -> None:
         staged = [item for name, prefix in models.items() for item in self.models[name].state_tensors(prefix)]
-        rank = 0 if self.channel is None else self.channel.rank
-        self._saving = write_behind(folder / file_of(rank), staged)
+        self._saving = write_behind(folder / file_of(self.rank), staged)
 
     def _open_stage(self, model: Policy, bucket_mb: int, timeout_s: float) -> list[Any] | None:
         """On the head of a pipeline stage that is not the leader's: where it takes orders for its sender."""
-        rank = 0 if self.channel is None else self.channel.rank
-        if rank == 0 or model.shards.head_of(rank) != rank:
+        if self.rank == 0 or model.shards.head_of(self.rank) != self.rank:
             return None
         self._stage = StageServer(Sender(Copier(bucket_mb << 20), timeout_s))
         return [own_address(os.environ["MASTER_ADDR"]), self._stage.port]

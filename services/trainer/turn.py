@@ -28,8 +28,8 @@ from shared.turns import Replaced
 
 log = logging.getLogger(__name__)
 
-
 LONGEST_LOOK_S = 1.0
+"""The most that one look at the heartbeats may add to a silence (shared/awake.py)."""
 
 
 class Sleeper(Protocol):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Qwen3Fo
     return [(folder, tiny.build(folder, seed=seed)) for seed, folder in enumerate(folders)]
 
 
+async def publish_of(publisher: WeightPublisher, models: list[tuple[Path, Qwen3ForCausalLM]], step: int) -> int:
+    """The weights of the model that is made for this step."""
+    tensors = load_file(models[step][0] / "model.safetensors")
+    return await publisher.publish(step, tensors.items(), "update")
+
+
 async def test_weights_reach_sampling_engines(make_world: Any, models: list[tuple[Path, Qwen3ForCausalLM]]) -> None:
     world: World = await make_world(dcs={"timeout_s": 300.0}, rollout={"device": "cpu"})
     shutil.copytree(models[0][0], world.model_dir, dirs_exist_ok=True)
     await world.start_dcs()
     publisher = await world.publisher()
 
-    async def publish(step: int) -> int:
-        tensors = load_file(models[step][0] / "model.safetensors")
-        return await publisher.publish(step, tensors.items(), "update")
-
+    publish = partial(publish_of, publisher, models)
     await publish(0)
     (a, _), (b, victim) = await asyncio.gather(replica(world, "rollout-a"), replica(world, "rollout-b"))
     assert await tokens_of(a.engine) == tiny.greedy(models[0][1], PROMPT, 12)
@@ -112,10 +116,7 @@ async def test_an_engine_that_cannot_map_a_gpus_memory_takes_the_snapshot(
     await world.start_dcs()
     publisher = await world.publisher()
 
-    async def publish(step: int) -> int:
-        tensors = load_file(models[step][0] / "model.safetensors")
-        return await publisher.publish(step, tensors.items(), "update")
-
+    publish = partial(publish_of, publisher, models)
     await publish(0)
     held, _ = await replica(world, "rollout-a")
     offer = WeightPublisher._offer
